@@ -1,0 +1,45 @@
+# One way to do each thing; CI calls the same targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types layers tests bench bench-planning clean
+
+help:  ## Explain every target
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## Build .venv from pyproject.toml and constraints.txt (does nothing when up to date)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: setup  ## Plan a save on 4 simulated ranks and its load on a 2 x 2 mesh, drawn in the terminal
+	@$(BIN)/python examples/demo.py
+
+test: lint types layers tests  ## Everything that CI checks
+
+lint: setup  ## ruff: style and formatting
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup  ## mypy --strict on src
+	@$(BIN)/mypy
+
+layers: setup  ## import-linter: imports go down the layers of docs/design
+	@$(BIN)/lint-imports --no-cache
+
+tests: setup  ## pytest on both cores
+	@$(BIN)/python -m pytest --numprocesses 2
+
+bench: bench-planning  ## All benchmarks
+
+bench-planning: setup  ## Planning at 1024 ranks beside DCP: a table, and JSON under docs/benchmarks/
+	@$(BIN)/python benchmarks/planning.py
+
+clean:  ## Remove what the other targets made
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,50 @@
+"""Distributed checkpoints for PyTorch: save on any mesh, load on any other."""
+
+from reshard.api import CheckpointException
+from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from reshard.filesystem import FileSystemReader, FileSystemWriter
+from reshard.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from reshard.per_rank import per_rank
+from reshard.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from reshard.state_dict_loader import (
+    LoadReport,
+    load,
+    load_state_dict,
+    read_state_dict,
+    read_tensor,
+)
+from reshard.state_dict_saver import save, save_state_dict
+from reshard.storage import StorageReader, StorageWriter
+
+__all__ = [
+    "BytesStorageMetadata",
+    "CheckpointException",
+    "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "LoadPlan",
+    "LoadPlanner",
+    "LoadReport",
+    "Metadata",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "StorageReader",
+    "StorageWriter",
+    "TensorStorageMetadata",
+    "WriteItem",
+    "load",
+    "load_state_dict",
+    "per_rank",
+    "read_state_dict",
+    "read_tensor",
+    "save",
+    "save_state_dict",
+]

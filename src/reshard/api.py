@@ -1,0 +1,144 @@
+"""The exceptions of Reshard, and how a failure travels between ranks.
+
+    CheckpointException            a save or a load failed; `.failures` says on which ranks
+    ├── PlanError                  (ValueError)    the pieces do not make a whole
+    │   ├── CoverageError                          a gap, an overlap, a region out of bounds
+    │   ├── ReplicaConflictError                   two ranks disagree about one tensor
+    │   ├── ShapeMismatchError                     the checkpoint and the program disagree
+    │   └── UnsupportedLayoutError                 a placement that cannot be saved
+    ├── StateDictError             (ValueError)    the state dict itself cannot be flattened
+    ├── MissingKeyError            (RuntimeError)  a key that the checkpoint does not have
+    ├── StalePlanError             (RuntimeError)  a rank refers to a plan that is not cached
+    ├── UnsafeValueError           (RuntimeError)  a value that only pickle could read
+    ├── CorruptCheckpointError     (ValueError)    bytes that contradict themselves or a checksum
+    ├── UnsupportedFormatError     (ValueError)    a version or kind that cannot be read here
+    ├── CheckpointNotFoundError    (FileNotFoundError) nothing is committed at that place
+    └── RankLostError              (RuntimeError)  a rank died or did not answer in time
+
+Nothing here imports the rest of the package.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+__all__ = [
+    "CheckpointException",
+    "CheckpointNotFoundError",
+    "CorruptCheckpointError",
+    "CoverageError",
+    "MissingKeyError",
+    "PlanError",
+    "RankLostError",
+    "ReplicaConflictError",
+    "ShapeMismatchError",
+    "StalePlanError",
+    "StateDictError",
+    "UnsafeValueError",
+    "UnsupportedFormatError",
+    "UnsupportedLayoutError",
+]
+
+WRAPPED_EXCEPTION: TypeAlias = tuple[BaseException, traceback.StackSummary]
+
+
+class CheckpointException(Exception):  # noqa: N818 - the name is part of the contract
+    """A save or a load failed.
+
+    `failures` maps each rank that failed to its exception and the stack where it was
+    raised. It is empty when the error was found on this rank before any exchange.
+    """
+
+    def __init__(self, msg: str, failures: Mapping[int, WRAPPED_EXCEPTION] | None = None) -> None:
+        self._msg = msg
+        self._failures = dict(failures or {})
+        super().__init__(msg, self._failures)
+
+    @property
+    def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
+        """Rank -> (exception, stack) for every rank that failed."""
+        return self._failures
+
+    def __str__(self) -> str:
+        if not self._failures:
+            return self._msg
+        ranks = ", ".join(str(rank) for rank in sorted(self._failures))
+        lines = [f"{self._msg}: failed on rank {ranks}"]
+        for rank in sorted(self._failures):
+            error, stack = self._failures[rank]
+            lines.append(f"\n[rank {rank}] Traceback (most recent call last):")
+            if stack:
+                lines.append("".join(traceback.format_list(list(stack))).rstrip("\n"))
+            lines.append("".join(traceback.format_exception_only(error)).rstrip("\n"))
+        return "\n".join(lines)
+
+
+class PlanError(CheckpointException, ValueError):
+    """The items that were planned do not describe a checkpoint."""
+
+
+class CoverageError(PlanError):
+    """The chunks of a tensor leave a gap, overlap, or reach outside of it."""
+
+
+class ReplicaConflictError(PlanError):
+    """Ranks offer the same name with another shape, dtype, kind or region."""
+
+
+class ShapeMismatchError(PlanError):
+    """The value to load into does not have the shape or the kind that was saved."""
+
+
+class UnsupportedLayoutError(PlanError):
+    """A tensor is laid out in a way that has no well-defined stored form."""
+
+
+class StateDictError(CheckpointException, ValueError):
+    """Two values of a state dict would get the same flat name."""
+
+
+class MissingKeyError(CheckpointException, RuntimeError):
+    """The checkpoint does not contain a key that the state dict asks for."""
+
+
+class StalePlanError(CheckpointException, RuntimeError):
+    """A rank refers to a cached plan that the coordinator does not hold."""
+
+
+class UnsafeValueError(CheckpointException, RuntimeError):
+    """A stored value could only be read by running code from the checkpoint."""
+
+
+class CorruptCheckpointError(CheckpointException, ValueError):
+    """The bytes of a checkpoint contradict themselves, or their checksum."""
+
+
+class UnsupportedFormatError(CheckpointException, ValueError):
+    """A checkpoint of a version or kind that this release does not read."""
+
+
+class CheckpointNotFoundError(CheckpointException, FileNotFoundError):
+    """Nothing is committed at the place where a checkpoint should be."""
+
+
+class RankLostError(CheckpointException, RuntimeError):
+    """A rank died, or did not answer within the time limit."""
+
+
+def _wrap_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
+    """`exc` with the stack where it was raised, in a form that pickles."""
+    frames = [
+        traceback.FrameSummary(frame.filename, frame.lineno, frame.name, line=frame.line)
+        for frame in traceback.extract_tb(exc.__traceback__)
+    ]
+    return exc, traceback.StackSummary.from_list(frames)
+
+
+def _is_wrapped_exception(obj: Any) -> bool:
+    """Whether `obj` came from `_wrap_exception`."""
+    match obj:
+        case (BaseException(), traceback.StackSummary()):
+            return isinstance(obj, tuple)
+    return False

@@ -1,0 +1,297 @@
+"""Metadata and manifest: what a checkpoint contains, as users see it and as it is stored."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from reshard.api import CheckpointException, CorruptCheckpointError
+from reshard.columnar import ChunkList, WriteItems, flags_of, properties_from, write_columns
+from reshard.format.manifest import Manifest
+from reshard.format.values import decode_value, encode_value, is_pickled
+from reshard.global_save import chunk_table
+from reshard.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from reshard.planner import WriteItem
+from reshard.planning.columns import DTYPE_CODES, DTYPES, Ints
+from reshard.sequences import LazyList
+from reshard.storage import StorageInfo, WriteResult
+from reshard.tensors.flatten import PathMap
+
+__all__ = ["StorageTable", "WriteResults", "merge_planner_data", "to_manifest", "to_metadata"]
+
+
+@dataclass
+class Placement:
+    """Where the items of one rank's plan were written, in the order of the plan."""
+
+    files: list[tuple[str, int]]
+    file_ids: Ints
+    begins: Ints
+    nbytes: Ints
+    checksums: Ints
+    pickled: Ints
+
+
+class WriteResults(LazyList[WriteResult]):
+    """What became of the items of a plan, kept as columns."""
+
+    def __init__(self, items: Sequence[WriteItem], placement: Placement) -> None:
+        super().__init__()
+        self.items = items
+        self.placement = placement
+
+    def _column_length(self) -> int:
+        return len(self.placement.begins)
+
+    def _make_one(self, position: int) -> WriteResult:
+        placement = self.placement
+        nbytes = int(placement.nbytes[position])
+        path = placement.files[int(placement.file_ids[position])][0]
+        info = StorageInfo(path, int(placement.begins[position]), nbytes)
+        return WriteResult(self.items[position].index, nbytes, info)
+
+
+def to_manifest(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], notes: Mapping[str, str]
+) -> Manifest:
+    """The manifest of a checkpoint whose ranks wrote `results`."""
+    table = chunk_table(metadata)
+    tensor_ids = {name: row for row, name in enumerate(table.names)}
+    values = [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, BytesStorageMetadata)
+    ]
+    value_ids = {name: len(tensor_ids) + row for row, name in enumerate(values)}
+    # One row for each chunk and then each value; -1 says that nobody wrote it.
+    n_chunks = len(table.chunks.offsets)
+    first_rows = np.concatenate([table.chunks.starts[:-1], n_chunks + np.arange(len(values))])
+    rows = np.full((n_chunks + len(values), 5), -1, dtype=np.int64)
+    files: list[tuple[str, int]] = []
+    ids = {**tensor_ids, **value_ids}
+    known: dict[int, Ints] = {}
+    for result in results:
+        if not isinstance(result, WriteResults) or not result.untouched:
+            raise CheckpointException(
+                "finish() got results that this storage did not make. A subclass that overrides "
+                "write_data must hand on what the base class returned"
+            )
+        placement = result.placement
+        targets = _rows_of(result.items, ids, first_rows, known)
+        rows[targets, 0] = placement.file_ids + len(files)
+        rows[targets, 1] = placement.begins
+        rows[targets, 2] = placement.nbytes
+        rows[targets, 3] = placement.checksums
+        rows[targets, 4] = placement.pickled
+        files.extend(placement.files)
+    unwritten = np.flatnonzero(rows[:, 0] < 0)
+    if len(unwritten):
+        owner = int(np.searchsorted(first_rows, unwritten[0], side="right")) - 1
+        name = [*table.names, *values][owner]
+        raise CheckpointException(
+            f"no rank wrote all of {name!r}, although it was planned: the planner's finish_plan "
+            "or the storage left items out"
+        )
+    return _assemble(metadata, rows, files, values, notes)
+
+
+def _rows_of(
+    items: Sequence[WriteItem], ids: Mapping[str, int], first_rows: Ints, known: dict[int, Ints]
+) -> Ints:
+    """The row of each item in the table of chunks and values."""
+    if isinstance(items, WriteItems) and items.untouched:
+        schema, selected, hints = items.base.schema, items.rows, items.hints
+        name_ids = known.get(id(schema))
+        if name_ids is None:
+            name_ids = np.fromiter(
+                (ids.get(name, -1) for name in schema.names), np.int64, len(schema)
+            )
+            known[id(schema)] = name_ids
+        if selected is not None:
+            name_ids = name_ids[selected]
+        if hints is None:
+            hints = items.base.hints if selected is None else items.base.hints[selected]
+    else:
+        columns = write_columns(items)
+        name_ids = np.fromiter((ids[name] for name in columns.schema.names), np.int64, len(columns))
+        hints = columns.hints
+    return first_rows[name_ids] + np.maximum(hints, 0)
+
+
+def _assemble(
+    metadata: Metadata,
+    rows: Ints,
+    files: Sequence[tuple[str, int]],
+    values: Sequence[str],
+    notes: Mapping[str, str],
+) -> Manifest:
+    table = chunk_table(metadata)
+    n_chunks = len(table.chunks.offsets)
+    tensors: dict[str, TensorStorageMetadata] = {
+        name: entry
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    # Names that share the data of another come last: they have no chunks of their own.
+    aliases = [name for name, entry in tensors.items() if entry.alias_of is not None]
+    names = [*table.names, *aliases]
+    position = {name: row for row, name in enumerate(names)}
+    width = table.chunks.shapes.shape[1]
+    shapes = np.ones((len(names), width), dtype=np.int64)
+    shapes[: len(table.names)] = table.chunks.shapes
+    for name in aliases:
+        shapes[position[name]] = shapes[position[tensors[name].alias_of or name]]
+    return Manifest(
+        files=[path for path, _ in files],
+        file_sizes=np.array([size for _, size in files], dtype=np.int64),
+        tensor_names=names,
+        dtypes=np.array([DTYPE_CODES[tensors[n].properties.dtype] for n in names], dtype=np.int64),
+        flags=np.array([flags_of(tensors[n].properties) for n in names], dtype=np.int64),
+        ndims=np.array([len(tensors[name].size) for name in names], dtype=np.int64),
+        shapes=shapes,
+        aliases=np.array(
+            [position.get(tensors[name].alias_of or "", -1) for name in names], dtype=np.int64
+        ),
+        chunk_starts=np.append(table.chunks.starts, [n_chunks] * len(aliases)),
+        chunk_offsets=table.chunks.offsets,
+        chunk_sizes=table.chunks.sizes,
+        chunk_files=rows[:n_chunks, 0],
+        chunk_begins=rows[:n_chunks, 1],
+        chunk_checksums=rows[:n_chunks, 3],
+        value_names=values,
+        value_files=rows[n_chunks:, 0],
+        value_begins=rows[n_chunks:, 1],
+        value_nbytes=rows[n_chunks:, 2],
+        value_checksums=rows[n_chunks:, 3],
+        value_pickled=rows[n_chunks:, 4],
+        planner_data=_pack_planner_data(metadata.planner_data),
+        notes=notes,
+    )
+
+
+_PATHS, _VALUE = b"N", b"V"
+
+
+def _pack_planner_data(data: Any) -> bytes:
+    """How names nest, or what a planner of the user's keeps there."""
+    if data is None:
+        return b""
+    if type(data) is PathMap:
+        return _PATHS + data.pack()
+    return _VALUE + encode_value(data)
+
+
+def _unpack_planner_data(data: bytes, where: str, allow_pickle: bool) -> Any:
+    if not data:
+        return None
+    if data[:1] == _PATHS:
+        try:
+            return PathMap.unpack(data[1:])
+        except (ValueError, msgspec.DecodeError) as error:
+            raise CorruptCheckpointError(f"{where} has damaged names: {error}") from error
+    if is_pickled(data[1:]) and not allow_pickle:
+        # Kept closed rather than refused: a load may not need it.
+        return None
+    return decode_value(data[1:], "planner_data", allow_pickle)
+
+
+def merge_planner_data(parts: Sequence[bytes], where: str) -> bytes:
+    """How the names of several manifests nest; what planners of users kept is the first's."""
+    if not all(part[:1] == _PATHS for part in parts):
+        return parts[0]
+    merged = PathMap()
+    for part in parts:
+        for name, path in _unpack_planner_data(part, where, allow_pickle=False).items():
+            merged.setdefault(name, path)
+    return _pack_planner_data(merged)
+
+
+def to_metadata(manifest: Manifest, where: str, allow_pickle: bool = False) -> Metadata:
+    """What a stored checkpoint contains. Chunks are made when somebody looks at them."""
+    m = manifest
+    entries: dict[str, STORAGE_TYPES] = {}
+    starts, aliases, ndims = m.chunk_starts.tolist(), m.aliases.tolist(), m.ndims.tolist()
+    for row, name in enumerate(m.tensor_names):
+        source = row if aliases[row] < 0 else aliases[row]
+        chunks, dims = slice(starts[source], starts[source + 1]), ndims[row]
+        entries[name] = TensorStorageMetadata(
+            properties_from(DTYPES[m.dtypes[row]], int(m.flags[row])),
+            torch.Size(m.shapes[row, :dims].tolist()),
+            ChunkList(m.chunk_offsets[chunks, :dims], m.chunk_sizes[chunks, :dims]),
+            None if source == row else m.tensor_names[source],
+        )
+    for name in m.value_names:
+        entries[name] = BytesStorageMetadata()
+    planner_data = _unpack_planner_data(m.planner_data, where, allow_pickle)
+    if isinstance(planner_data, PathMap):
+        # Names in the order in which they were saved.
+        order = {name: None for name in planner_data if name in entries}
+        entries = {name: entries[name] for name in itertools.chain(order, entries)}
+    return Metadata(
+        entries,
+        planner_data=planner_data,
+        storage_data=StorageTable(m),
+        version=m.notes.get("version"),
+    )
+
+
+class StorageTable(Mapping[MetadataIndex, StorageInfo]):
+    """Where each chunk and value lies: a view of the manifest, looked up on demand."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.tensor_rows = {name: row for row, name in enumerate(manifest.tensor_names)}
+        self.value_rows = {name: row for row, name in enumerate(manifest.value_names)}
+
+    def chunk_row(self, index: MetadataIndex) -> int:
+        """The row of a chunk in the manifest; KeyError if there is none."""
+        m, tensor = self.manifest, self.tensor_rows[index.fqn]
+        if m.aliases[tensor] >= 0:
+            tensor = int(m.aliases[tensor])
+        begin, end = int(m.chunk_starts[tensor]), int(m.chunk_starts[tensor + 1])
+        dims = int(m.ndims[tensor])
+        wanted = np.zeros(dims, dtype=np.int64) if index.offset is None else np.array(index.offset)
+        if len(wanted) == dims:
+            if index.index is not None and 0 <= index.index < end - begin:
+                guess = begin + index.index
+                if (m.chunk_offsets[guess, :dims] == wanted).all():
+                    return guess
+            found = np.flatnonzero((m.chunk_offsets[begin:end, :dims] == wanted).all(axis=1))
+            if len(found):
+                return begin + int(found[0])
+        raise KeyError(index)
+
+    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        m = self.manifest
+        value = self.value_rows.get(index.fqn)
+        if value is not None:
+            path = m.files[int(m.value_files[value])]
+            return StorageInfo(path, int(m.value_begins[value]), int(m.value_nbytes[value]))
+        row = self.chunk_row(index)
+        tensor = int(np.searchsorted(m.chunk_starts, row, side="right")) - 1
+        nbytes = int(m.chunk_sizes[row].prod()) * DTYPES[m.dtypes[tensor]].itemsize
+        return StorageInfo(m.files[int(m.chunk_files[row])], int(m.chunk_begins[row]), nbytes)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        m = self.manifest
+        for tensor, name in enumerate(m.tensor_names):
+            begin, end, dims = m.chunk_starts[tensor], m.chunk_starts[tensor + 1], m.ndims[tensor]
+            for hint, offsets in enumerate(m.chunk_offsets[begin:end, :dims].tolist()):
+                yield MetadataIndex(name, offsets, hint)
+        for name in m.value_names:
+            yield MetadataIndex(name)
+
+    def __len__(self) -> int:
+        return len(self.manifest.chunk_files) + len(self.manifest.value_names)

@@ -1,0 +1,1 @@
+"""How ranks talk to each other: a channel of our own, and what is said on it."""

@@ -1,0 +1,309 @@
+"""The channel between the ranks of one operation.
+
+It runs over the rendezvous store, through a connection of its own. No collective is ever
+issued, on no group: whatever the training thread does meanwhile, the two cannot get in
+each other's way. Every wait is bounded, and every exchange carries either results or the
+reasons why there are none.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from reshard.api import (
+    WRAPPED_EXCEPTION,
+    CheckpointException,
+    RankLostError,
+    _wrap_exception,
+)
+from reshard.coordination.liveness import Pulse, Watch, make_card
+
+__all__ = ["Channel", "RemoteError", "SoloChannel", "StoreChannel", "open_channel"]
+
+DEFAULT_TIMEOUT_SECONDS = 30 * 60.0
+_LOOK_AROUND_SECONDS = 1.0
+_SHORTEST_PAUSE_SECONDS = 0.0002
+_LONGEST_PAUSE_SECONDS = 0.02
+_PART_BYTES = 4 << 20
+_VALUE, _FAILURE = b"\0", b"\1"
+
+
+class RemoteError(RuntimeError):
+    """An error of another rank that could not be sent as it was; its text was."""
+
+
+class Channel(Protocol):
+    """What an operation needs of the other ranks."""
+
+    rank: int
+    world_size: int
+    is_coordinator: bool
+
+    def gather_scatter(
+        self,
+        phase: str,
+        give: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
+    ) -> bytes:
+        """Each rank gives, the coordinator decides, each rank gets its answer.
+
+        If anybody fails, everybody raises one `CheckpointException` that says who.
+        """
+
+    def __enter__(self) -> Channel: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class SoloChannel:
+    """One process on its own."""
+
+    rank = 0
+    world_size = 1
+    is_coordinator = True
+
+    def gather_scatter(
+        self,
+        phase: str,
+        give: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
+    ) -> bytes:
+        try:
+            return decide([give()])[0]
+        except Exception as error:
+            raise CheckpointException(phase, {0: _wrap_exception(error)}) from error
+
+    def __enter__(self) -> SoloChannel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@dataclass
+class StoreChannel:
+    """Ranks of a process group that talk through its rendezvous store.
+
+    `name` must be the same on all ranks of one operation and new for each operation.
+    """
+
+    store: Any
+    name: str
+    rank: int
+    world_size: int
+    coordinator: int = 0
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        self.is_coordinator = self.rank == self.coordinator
+        self._phase = 0
+        self._watch = Watch(self._card_of, self._pulse_of)
+        self._pulse = Pulse(self._beat)
+
+    def __enter__(self) -> StoreChannel:
+        # Blocking calls keep a connection busy, so the pulse has another one.
+        self._pulse_store = self.store.clone()
+        self.store.set(f"{self.name}/pulse/{self.rank}", "0")
+        self.store.set(f"{self.name}/card/{self.rank}", make_card())
+        self._pulse.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pulse.__exit__(*error)
+
+    def gather_scatter(
+        self,
+        phase: str,
+        give: Callable[[], bytes],
+        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
+    ) -> bytes:
+        self._phase += 1
+        prefix = f"{self.name}/{self._phase}"
+        message, interrupted = _attempt(give)
+        if self.is_coordinator:
+            answers = self._decide(phase, prefix, message, decide)
+            for rank, answer in enumerate(answers):
+                if rank != self.rank:
+                    self._put(f"{prefix}/answer/{rank}", answer)
+            answer = answers[self.rank]
+        else:
+            self._put(f"{prefix}/message/{self.rank}", message)
+            if interrupted is not None:
+                raise interrupted
+            key = f"{prefix}/answer/{self.rank}"
+            for error in self._wait_for({self.coordinator: key}, phase).values():
+                raise CheckpointException(phase, {self.coordinator: _wrap_exception(error)})
+            answer = self._take(key)
+        if interrupted is not None:
+            raise interrupted
+        if answer[:1] == _FAILURE:
+            raise CheckpointException(phase, _decode_failures(answer[1:]))
+        return answer[1:]
+
+    def _decide(
+        self,
+        phase: str,
+        prefix: str,
+        own: bytes,
+        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
+    ) -> list[bytes]:
+        others = {
+            rank: f"{prefix}/message/{rank}" for rank in range(self.world_size) if rank != self.rank
+        }
+        lost = self._wait_for(others, phase)
+        failures = {rank: _encode_error(error) for rank, error in lost.items()}
+        messages: list[bytes] = []
+        for rank in range(self.world_size):
+            if rank in lost:
+                continue
+            message = own if rank == self.rank else self._take(others[rank])
+            if message[:1] == _FAILURE:
+                failures[rank] = message[1:]
+            messages.append(message[1:])
+        if not failures:
+            result, interrupted = _attempt(lambda: pickle.dumps(list(decide(messages))))
+            if interrupted is None and result[:1] == _VALUE:
+                return [_VALUE + answer for answer in pickle.loads(result[1:])]
+            failures[self.rank] = result[1:]
+        return [_FAILURE + pickle.dumps(failures)] * self.world_size
+
+    def _wait_for(self, keys: Mapping[int, str], phase: str) -> dict[int, RankLostError]:
+        """Wait until each rank has left its key, or will not; which ranks are lost."""
+        began = time.monotonic()
+        give_up = began + (self.timeout_seconds or math.inf)
+        look_around = began + _LOOK_AROUND_SECONDS
+        waiting, lost = dict(keys), dict[int, RankLostError]()
+        pause = _SHORTEST_PAUSE_SECONDS
+        # Polling, since the store's own wait warns on stderr whenever its time is up.
+        while waiting:
+            try:
+                if self.store.check(list(waiting.values())):
+                    break
+                now = time.monotonic()
+                if now >= look_around:
+                    waiting = {r: k for r, k in waiting.items() if not self.store.check([k])}
+                    lost |= self._find_lost(list(waiting), phase, now > give_up)
+                    waiting = {rank: key for rank, key in waiting.items() if rank not in lost}
+                    look_around = now + _LOOK_AROUND_SECONDS
+            except RuntimeError as error:
+                raise RankLostError(
+                    f"lost the rendezvous store in phase {phase!r}, while waiting for rank "
+                    f"{', '.join(map(str, waiting))}: {error}"
+                ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, max(_LONGEST_PAUSE_SECONDS, self.world_size / 10_000))
+        return lost
+
+    def _find_lost(
+        self, ranks: Sequence[int], phase: str, out_of_time: bool
+    ) -> dict[int, RankLostError]:
+        lost = {}
+        for rank in ranks:
+            reason = self._watch.lost(rank)
+            if reason is None and out_of_time:
+                reason = f"it did not answer within {self.timeout_seconds:.0f} s"
+            if reason is not None:
+                lost[rank] = RankLostError(f"lost rank {rank} in phase {phase!r}: {reason}")
+        return lost
+
+    def _put(self, key: str, message: bytes) -> None:
+        """Leave a message. The store takes values of a few megabytes, so it may be cut."""
+        first, *rest = _parts(message)
+        for number, part in enumerate(rest):
+            self.store.set(f"{key}/{number}", part)
+        self.store.set(key, len(rest).to_bytes(4, "little") + first)
+
+    def _take(self, key: str) -> bytes:
+        """A message that is there, which is then gone."""
+        head = bytes(self.store.get(key))
+        keys = [f"{key}/{number}" for number in range(int.from_bytes(head[:4], "little"))]
+        message = b"".join([head[4:], *(bytes(self.store.get(part)) for part in keys)])
+        for used in [key, *keys]:
+            self.store.delete_key(used)
+        return message
+
+    def _beat(self, beat: str) -> None:
+        self._pulse_store.set(f"{self.name}/pulse/{self.rank}", beat)
+
+    def _card_of(self, rank: int) -> str:
+        return self._read(f"{self.name}/card/{rank}")
+
+    def _pulse_of(self, rank: int) -> str:
+        return self._read(f"{self.name}/pulse/{rank}")
+
+    def _read(self, key: str) -> str:
+        return bytes(self.store.get(key)).decode() if self.store.check([key]) else ""
+
+
+def _attempt(work: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
+    """The result or the error of `work`, ready to be sent; and what must not be held back."""
+    try:
+        return _VALUE + work(), None
+    except Exception as error:  # noqa: BLE001 - sent to all ranks, which raise it
+        return _FAILURE + _encode_error(error), None
+    except BaseException as error:  # noqa: BLE001 - raised by the caller
+        # An interrupt: the others are told, and then it goes its way.
+        return _FAILURE + _encode_error(error), error
+
+
+def _encode_error(error: BaseException) -> bytes:
+    wrapped = _wrap_exception(error)
+    try:
+        encoded = pickle.dumps(wrapped)
+        pickle.loads(encoded)
+    except Exception:  # noqa: BLE001 - any code may run in a pickle; the text is kept
+        text = "".join(traceback.format_exception(error))
+        remote = RemoteError(f"{type(error).__name__}: {error}\n{text}")
+        encoded = pickle.dumps((remote, wrapped[1]))
+    return encoded
+
+
+def _decode_failures(data: bytes) -> dict[int, WRAPPED_EXCEPTION]:
+    return {rank: pickle.loads(error) for rank, error in pickle.loads(data).items()}
+
+
+def _parts(message: bytes) -> list[bytes]:
+    return [
+        message[begin : begin + _PART_BYTES]
+        for begin in range(0, max(1, len(message)), _PART_BYTES)
+    ]
+
+
+def open_channel(
+    process_group: dist.ProcessGroup | None,
+    use_dist: bool,
+    coordinator: int = 0,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Channel:
+    """A channel between the ranks of `process_group`, for one operation.
+
+    Not a collective, but every rank of the group must open its channels in the same
+    order. `coordinator` is a rank within the group.
+    """
+    if not use_dist:
+        return SoloChannel()
+    group = process_group or dist.distributed_c10d._get_default_group()
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if world_size == 1:
+        return SoloChannel()
+    store: Any = dist.distributed_c10d._get_default_store()
+    store = store.clone()
+    # Numbered per group, since operations on different groups have no common order; and by
+    # the store, so that the count begins anew with a new group.
+    name = f"reshard/{group.group_name}"
+    number = store.add(f"{name}/opened/{rank}", 1)
+    return StoreChannel(
+        store=store,
+        name=f"{name}/{number}",
+        rank=rank,
+        world_size=world_size,
+        coordinator=coordinator,
+        timeout_seconds=timeout_seconds,
+    )

@@ -1,0 +1,237 @@
+"""Plans on the wire: columns, not pickles.
+
+A plan is sent as its schema, which is the same on most ranks, and its placement. The
+coordinator decodes each distinct schema once. Its answer to a rank says which of that
+rank's own items stay; only a plan that somebody rebuilt is sent in full. What users put
+into `planner_data` and `storage_data` is their own, and is pickled if it has to be.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from reshard.columnar import (
+    ReadItems,
+    WriteItems,
+    pack_read_columns,
+    read_columns,
+    unpack_read_columns,
+    write_columns,
+)
+from reshard.contents import Placement, WriteResults
+from reshard.planner import LoadPlan, SavePlan, WriteItem
+from reshard.planning.packing import (
+    pack_array,
+    pack_placement,
+    pack_schema,
+    unpack_array,
+    unpack_placement,
+    unpack_schema,
+)
+from reshard.storage import WriteResult
+from reshard.tensors.flatten import PathMap
+
+__all__ = [
+    "decode_answer",
+    "decode_load_plan",
+    "decode_results",
+    "decode_save_plans",
+    "encode_answer",
+    "encode_load_plan",
+    "encode_results",
+    "encode_save_plan",
+]
+
+_NOTHING, _BYTES, _TEXT, _PATHS, _PICKLE, _AS_SENT = range(6)
+_WHOLE, _SELECTION = range(2)
+
+
+def encode_save_plan(plan: SavePlan) -> bytes:
+    """A rank's plan for the coordinator."""
+    columns = write_columns(plan.items)
+    body: Any = None
+    if len(columns):
+        body = pack_schema(columns.schema), pack_placement(columns)
+    return msgspec.msgpack.encode(
+        (
+            body,
+            _encode_data(plan.planner_data),
+            _encode_data(plan.storage_data),
+            plan.usable,
+            plan.fingerprint,
+        )
+    )
+
+
+def decode_save_plans(encoded: Sequence[bytes]) -> list[SavePlan]:
+    """The plans of all ranks. Equal parts of them are one object."""
+    schemas: dict[bytes, Any] = {}
+    shared: dict[bytes, Any] = {}
+    plans = []
+    for message in encoded:
+        body, planner_data, storage_data, usable, mark = msgspec.msgpack.decode(message)
+        items: Any = []
+        if body is not None:
+            packed_schema, placement = body
+            schema = schemas.get(packed_schema)
+            if schema is None:
+                schema = schemas[packed_schema] = unpack_schema(packed_schema)
+            items = WriteItems(unpack_placement(placement, schema))
+        plans.append(
+            SavePlan(
+                items,
+                storage_data=_decode_data(storage_data, shared),
+                planner_data=_decode_data(planner_data, shared),
+                usable=usable,
+                fingerprint=mark,
+            )
+        )
+    return plans
+
+
+def encode_answer(answer: SavePlan, sent: SavePlan) -> bytes:
+    """The coordinator's answer to a rank that sent `sent`."""
+    items = answer.items
+    body: Any
+    if (
+        isinstance(items, WriteItems)
+        and isinstance(sent.items, WriteItems)
+        and items.untouched
+        and items.base is sent.items.base
+        and items.rows is not None
+    ):
+        keep = np.zeros(len(items.base), dtype=bool)
+        keep[items.rows] = True
+        hints = None if items.hints is None else pack_array(items.hints)
+        body = _SELECTION, np.packbits(keep).tobytes(), hints
+    else:
+        body = _WHOLE, encode_save_plan(answer), None
+    return msgspec.msgpack.encode(
+        (
+            body,
+            _encode_answer_data(answer.planner_data, sent.planner_data),
+            _encode_answer_data(answer.storage_data, sent.storage_data),
+            answer.usable,
+        )
+    )
+
+
+def decode_answer(encoded: bytes, sent: SavePlan) -> SavePlan:
+    """The final plan of this rank, which had sent `sent`."""
+    (kind, body, hints), planner_data, storage_data, usable = msgspec.msgpack.decode(encoded)
+    items: Any
+    if kind == _WHOLE:
+        items = decode_save_plans([body])[0].items
+    else:
+        base = write_columns(sent.items)
+        keep = np.unpackbits(np.frombuffer(body, dtype=np.uint8), count=len(base))
+        rows = np.flatnonzero(keep)
+        items = WriteItems(
+            base, rows, None if hints is None else unpack_array(hints, len(rows), True)
+        )
+    return SavePlan(
+        items,
+        planner_data=_decode_answer_data(planner_data, sent.planner_data),
+        storage_data=_decode_answer_data(storage_data, sent.storage_data),
+        usable=usable,
+        fingerprint=sent.fingerprint,
+    )
+
+
+def encode_load_plan(plan: LoadPlan) -> bytes:
+    return msgspec.msgpack.encode(
+        (
+            pack_read_columns(read_columns(plan.items)),
+            _encode_data(plan.planner_data),
+            _encode_data(plan.storage_data),
+        )
+    )
+
+
+def decode_load_plan(encoded: bytes) -> LoadPlan:
+    columns, planner_data, storage_data = msgspec.msgpack.decode(encoded)
+    return LoadPlan(
+        ReadItems(unpack_read_columns(columns)),
+        planner_data=_decode_data(planner_data, {}),
+        storage_data=_decode_data(storage_data, {}),
+    )
+
+
+def _encode_answer_data(data: Any, sent: Any) -> tuple[int, bytes]:
+    return (_AS_SENT, b"") if data is sent else _encode_data(data)
+
+
+def _decode_answer_data(data: Sequence[Any], sent: Any) -> Any:
+    return sent if data[0] == _AS_SENT else _decode_data(data, {})
+
+
+def _encode_data(data: Any) -> tuple[int, bytes]:
+    if data is None:
+        return _NOTHING, b""
+    if isinstance(data, bytes):
+        return _BYTES, data
+    if type(data) is str:
+        return _TEXT, data.encode()
+    if type(data) is PathMap:
+        return _PATHS, zlib.compress(data.pack(), 1)
+    return _PICKLE, pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _decode_data(data: Sequence[Any], shared: dict[bytes, Any]) -> Any:
+    kind, content = data
+    if kind == _NOTHING:
+        return None
+    if kind == _BYTES:
+        return content
+    if kind == _TEXT:
+        return content.decode()
+    if kind == _PATHS:
+        if content not in shared:
+            shared[content] = PathMap.unpack(zlib.decompress(content))
+        return shared[content]
+    # Sent by another rank of this job, never read from a checkpoint.
+    return pickle.loads(content)
+
+
+def encode_results(results: Sequence[WriteResult], as_answered: bool) -> bytes:
+    """What became of a plan. With `as_answered`, its items are those that were sent back."""
+    if not isinstance(results, WriteResults) or not results.untouched:
+        return msgspec.msgpack.encode((None, pickle.dumps(list(results)), None))
+    placement = results.placement
+    numbers = np.stack(
+        (
+            placement.file_ids,
+            placement.begins,
+            placement.nbytes,
+            placement.checksums,
+            placement.pickled,
+        ),
+        axis=1,
+    )
+    items = None
+    if not as_answered:
+        columns = write_columns(results.items)
+        items = pack_schema(columns.schema), pack_placement(columns)
+    return msgspec.msgpack.encode((placement.files, pack_array(numbers), items))
+
+
+def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResult]:
+    """The results of a rank whose final plan had `items`."""
+    files, numbers, own_items = msgspec.msgpack.decode(encoded)
+    if files is None:
+        results: list[WriteResult] = pickle.loads(numbers)
+        return results
+    if own_items is not None:
+        schema, placement = own_items
+        items = WriteItems(unpack_placement(placement, unpack_schema(schema)))
+    table = unpack_array(numbers, len(items))
+    file_ids, begins, nbytes, checksums, pickled = table.T
+    named = [(path, size) for path, size in files]
+    where = Placement(named, file_ids, begins, nbytes, checksums, pickled)
+    return WriteResults(items, where)  # type: ignore[return-value]

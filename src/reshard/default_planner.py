@@ -1,0 +1,445 @@
+"""The planners that are used unless the user brings others."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reshard.api import StalePlanError, UnsafeValueError
+from reshard.format.values import MAGIC, decode_value, encode_value
+from reshard.global_save import (
+    combine_plans,
+    make_global_plan,
+    merge_paths,
+    plan_fingerprint,
+    validate,
+)
+from reshard.metadata import (
+    STATE_DICT_TYPE,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from reshard.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from reshard.planner_helpers import (
+    _create_default_metadata_only_plan,
+    _init_state_dict,
+    build_read_items,
+    build_write_items,
+)
+from reshard.tensors.flatten import Rules, StatePath, flatten_state_dict, set_element
+from reshard.tensors.shards import find_state_dict_object
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "PlanCache",
+    "create_default_global_load_plan",
+    "create_default_global_save_plan",
+    "create_default_local_load_plan",
+    "create_default_local_save_plan",
+]
+
+
+@dataclass
+class PlanCache:
+    """What planners remember from one save to the next, on this rank.
+
+    A planner has one of its own. Pass one explicitly to go on with it in another
+    planner. An entry is only used when the fingerprints of all ranks say that nothing
+    changed, so planners of different models can never confuse each other.
+    """
+
+    # Of this rank: its last plan that was accepted, and what it was told to do.
+    local_fingerprint: bytes = b""
+    final_plan: SavePlan | None = None
+    # Of the coordinator: the last plan of each rank, and what came of them.
+    all_plans: list[SavePlan] = field(default_factory=list)
+    global_plan: list[SavePlan] = field(default_factory=list)
+    metadata: Metadata | None = None
+    answers: dict[int, bytes] = field(default_factory=dict)
+
+    def answer_fingerprint(self, rank: int) -> bytes:
+        """What the global plan for `rank` is recognised by."""
+        if rank not in self.answers:
+            self.answers[rank] = plan_fingerprint(self.global_plan[rank])
+        return self.answers[rank]
+
+
+class DefaultSavePlanner(SavePlanner):
+    """Saves a nested state dict: every shard once, bytes balanced over the ranks.
+
+    With `enable_plan_caching`, a save whose layout is that of the previous save sends a
+    fingerprint in place of its plan. Subclasses may override `lookup_object` and
+    `transform_object` as well as the methods of the contract.
+    """
+
+    mappings: Mapping[str, StatePath]
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        plan_cache: PlanCache | None = None,
+    ) -> None:
+        if dedup_replicated_tensors is not None:
+            logger.warning(
+                "dedup_replicated_tensors has no effect: replicated tensors are always written "
+                "once. Leave the argument out"
+            )
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        self.mappings = {}
+        self._enable_plan_caching = enable_plan_caching or plan_cache is not None
+        self._cache = plan_cache if plan_cache is not None else PlanCache()
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items = build_write_items(self.state_dict, find_ties=self._keeps_values())
+        self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
+        if not self._enable_plan_caching:
+            return self.plan
+        self.plan = dataclasses.replace(self.plan, fingerprint=plan_fingerprint(self.plan))
+        if self.plan.fingerprint == self._cache.local_fingerprint and self._may_skip_plan():
+            final = self._cache.final_plan
+            return SavePlan(
+                [],
+                planner_data=b"" if final is None else plan_fingerprint(final),
+                usable=False,
+                fingerprint=self.plan.fingerprint,
+            )
+        return self.plan
+
+    def _may_skip_plan(self) -> bool:
+        """Whether a plan with the same fingerprint is sure to be the same plan.
+
+        A subclass that edits the plan may do so differently each time.
+        """
+        return type(self).create_local_plan is DefaultSavePlanner.create_local_plan
+
+    def _keeps_values(self) -> bool:
+        """Whether values are written as they are, so that equal memory is equal data."""
+        mine = type(self)
+        return (
+            mine.resolve_data is DefaultSavePlanner.resolve_data
+            and mine.lookup_object is DefaultSavePlanner.lookup_object
+            and mine.transform_object is DefaultSavePlanner.transform_object
+        )
+
+    def forget_cached_plans(self) -> None:
+        """Plan from scratch next time. To be called on every rank."""
+        self._cache.__init__()  # type: ignore[misc]
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if not self._enable_plan_caching:
+            self.global_plan, self.metadata = self._create_global_plan(all_plans)
+            return self.global_plan, self.metadata
+        cache = self._cache
+        self._check_known(all_plans)
+        if any(plan.usable for plan in all_plans) or cache.metadata is None:
+            cache.all_plans = [
+                plan if plan.usable else cache.all_plans[rank]
+                for rank, plan in enumerate(all_plans)
+            ]
+            cache.metadata, cache.answers = None, {}
+            cache.global_plan, cache.metadata = self._create_global_plan(cache.all_plans)
+        self.global_plan, self.metadata = cache.global_plan, cache.metadata
+        # A rank that says what it did last is told to do it again, if that is still right.
+        answers = [
+            SavePlan([], usable=False)
+            if not plan.usable and plan.planner_data == cache.answer_fingerprint(rank)
+            else self.global_plan[rank]
+            for rank, plan in enumerate(all_plans)
+        ]
+        # A storage adds its own to the metadata that it gets; the cached one stays as it is.
+        entries, data = self.metadata.state_dict_metadata, self.metadata.planner_data
+        return answers, dataclasses.replace(
+            self.metadata, state_dict_metadata=dict(entries), planner_data=copy.copy(data)
+        )
+
+    def _check_known(self, all_plans: Sequence[SavePlan]) -> None:
+        """A rank that sends a fingerprint must be known by it."""
+        known = self._cache.all_plans
+        stale = [
+            rank
+            for rank, plan in enumerate(all_plans)
+            if not plan.usable
+            and (len(known) != len(all_plans) or known[rank].fingerprint != plan.fingerprint)
+        ]
+        if stale:
+            raise StalePlanError(
+                f"ranks {stale} refer to plans that the coordinator does not hold. Call "
+                "forget_cached_plans() on every rank's planner, or make new planners, and save "
+                "again"
+            )
+
+    def _create_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        global_plan, metadata = make_global_plan(all_plans, self.dedup_save_to_lowest_rank)
+        if self.flatten_state_dict:
+            metadata = dataclasses.replace(metadata, planner_data=merge_paths(all_plans))
+        return global_plan, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if self._enable_plan_caching:
+            if new_plan.usable:
+                self._cache.final_plan = new_plan
+            elif self._cache.final_plan is None:
+                raise StalePlanError(
+                    "the coordinator refers to a plan that this rank does not hold. Call "
+                    "forget_cached_plans() on every rank's planner and save again"
+                )
+            # Only now is the plan known to have been accepted.
+            self._cache.local_fingerprint = self.plan.fingerprint
+            # The storage's part of the answer is new each time.
+            new_plan = dataclasses.replace(
+                self._cache.final_plan, storage_data=new_plan.storage_data
+            )
+        self.plan = new_plan
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data: torch.Tensor | io.BytesIO = self.transform_object(
+            write_item, self.lookup_object(write_item.index)
+        )
+        return data
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value, or the local shard, that `index` names. Made to be overridden."""
+        return find_state_dict_object(self.state_dict, index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What to write for `object`: tensors as they are, values as bytes."""
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return object
+        return io.BytesIO(encode_value(object))
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """Loads into a nested state dict, whatever the layouts on both sides.
+
+    With `allow_partial_load`, keys that the checkpoint does not have stay as they are;
+    otherwise they are an error. Subclasses may override `lookup_tensor` and
+    `transform_tensor` as well as the methods of the contract.
+    """
+
+    original_state_dict: STATE_DICT_TYPE
+    mappings: Mapping[str, StatePath]
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+    ) -> None:
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.allow_partial_load = allow_partial_load
+        self.allow_pickle = False
+        self.original_state_dict = {}
+        self.mappings = {}
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        _init_state_dict(state_dict)
+        self.original_state_dict = state_dict
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        if self.metadata is None:
+            raise ValueError(
+                "the load planner has no metadata: pass that of the checkpoint to set_up_planner"
+            )
+        if self.flatten_state_dict:
+            self._match_older_names(self.metadata)
+        return create_default_local_load_plan(
+            self.state_dict, self.metadata, not self.allow_partial_load
+        )
+
+    def _match_older_names(self, metadata: Metadata) -> None:
+        """Flatten by the rules of older checkpoints if that is what makes names match."""
+        stored = metadata.state_dict_metadata
+        if all(name in stored for name in self.state_dict):
+            return
+        current, _ = flatten_state_dict(self.original_state_dict)
+        if current.keys() != self.state_dict.keys():
+            # A planner of the user's has chosen the names.
+            return
+        for rules in (Rules.DCP, Rules.DCP_2_3):
+            flat, paths = flatten_state_dict(self.original_state_dict, rules)
+            if any(name in stored for name in flat.keys() - current.keys()):
+                self.state_dict, self.mappings = flat, paths
+                return
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return create_default_global_load_plan(global_plan)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        return new_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        loaded = _decode(fqn, value, self.allow_pickle)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        else:
+            self.state_dict[fqn] = loaded
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: `resolve_tensor` gave a view of the tensor to fill."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The local shard that `index` names. Made to be overridden."""
+        tensor: torch.Tensor = find_state_dict_object(self.state_dict, index)
+        return tensor
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a local shard that `read_item` fills. Made to be overridden."""
+        region = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        for dim, (offset, length) in enumerate(region):
+            if length != tensor.size(dim):
+                tensor = tensor.narrow(dim, offset, length)
+        return tensor
+
+
+class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Loads without a template: makes every tensor, whole, from the metadata.
+
+    Takes an empty dict and fills it. With `keys`, only what is named by one of them, or
+    lies below one of them, is loaded.
+    """
+
+    def __init__(self, keys: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.keys = keys
+        super().__init__(*args, **kwargs)
+
+    def _should_include_key(self, key: str, metadata: Metadata) -> bool:
+        if self.keys is None or key in self.keys:
+            return True
+        paths = metadata.planner_data
+        path = paths.get(key) if isinstance(paths, Mapping) else None
+        parts = [str(part) for part in path or key.split(".")]
+        return any(".".join(parts[:depth]) in self.keys for depth in range(1, len(parts)))
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        if state_dict:
+            raise ValueError(
+                f"this planner fills an empty dict, but got one with {len(state_dict)} keys"
+            )
+        if metadata is None:
+            raise ValueError("this planner needs the metadata of the checkpoint")
+        paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+        for name, entry in metadata.state_dict_metadata.items():
+            if not self._should_include_key(name, metadata):
+                continue
+            value: Any = entry
+            if isinstance(entry, TensorStorageMetadata):
+                value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            set_element(state_dict, paths.get(name, (name,)), value)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:
+    """What this rank can write of a flat state dict: its shards, and every other value.
+
+    All ranks offer values that all of them have; the global plan chooses who writes.
+    """
+    return SavePlan(build_write_items(state_dict))
+
+
+def create_default_global_save_plan(
+    all_plans: list[SavePlan], rewrite_index_hints: bool = True
+) -> tuple[list[SavePlan], Metadata]:
+    """The metadata of deduplicated plans, and the plans with their position in it."""
+    return combine_plans(all_plans, rewrite_index_hints)
+
+
+def _validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> list[str]:
+    """What is wrong with the chunks of each tensor; an empty list if nothing is.
+
+    The plan of a single rank may hold a part of a tensor only.
+    """
+    return validate(metadata, whole=len(global_plan) > 1)
+
+
+def create_default_local_load_plan(
+    state_dict: dict[str, Any], metadata: Metadata, strict: bool = True
+) -> LoadPlan:
+    """What this rank reads to fill a flat state dict, from whatever chunks are stored.
+
+    Raises before anything is touched: on keys that are not stored (if `strict`), other
+    shapes, and tensors that the checkpoint holds only in part.
+    """
+    return LoadPlan(build_read_items(state_dict, metadata, strict))
+
+
+def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
+    """The plans as they are: by default, ranks read without regard to each other."""
+    return all_plans
+
+
+def _create_default_local_metadata(state_dict: STATE_DICT_TYPE) -> Metadata:
+    """The metadata that a save of `state_dict` would have, as far as this rank can tell."""
+    _, metadata = create_default_global_save_plan([_create_default_metadata_only_plan(state_dict)])
+    return metadata
+
+
+def _decode(fqn: str, value: io.BytesIO, allow_pickle: bool) -> Any:
+    data = value.getvalue()
+    if data[: len(MAGIC)] == MAGIC:
+        return decode_value(data, fqn, allow_pickle)
+    # Not ours: DCP's own planner, or one written for it, stored a torch.save file.
+    try:
+        return torch.load(io.BytesIO(data), weights_only=not allow_pickle)
+    except Exception as error:
+        raise UnsafeValueError(
+            f"{fqn!r} is stored as a pickled object that could run code when it is read. Pass "
+            "allow_pickle=True to load it, if you trust where the checkpoint comes from"
+        ) from error

@@ -1,0 +1,1 @@
+"""Bytes between memory and a store: in parallel, outside the GIL, in bounded memory."""

@@ -1,0 +1,83 @@
+"""Tensors as bytes, without a copy where that can be."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["Staging", "byte_view", "is_direct", "pieces"]
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether the memory of `tensor`, as it lies, is what is stored for it."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a direct tensor. It must outlive the view."""
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+class Staging:
+    """A reused buffer for data that cannot be written or filled as it lies.
+
+    Pinned where an accelerator is there, so that copies from the device run at full
+    speed (that path is exercised with stand-ins only: no accelerator was at hand).
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._buffer: torch.Tensor | None = None
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The first `nbytes` bytes of the buffer, or a new one if it is too small."""
+        if self._buffer is None or self._buffer.nbytes < nbytes:
+            pinned = torch.cuda.is_available()
+            size = max(nbytes, min(self._nbytes, max(nbytes, 1 << 20)))
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return self._buffer[:nbytes]
+
+
+def pieces(tensor: torch.Tensor, most_bytes: int, staging: Staging) -> Iterator[memoryview]:
+    """The bytes of any tensor in order, in pieces.
+
+    The memory of a direct tensor itself; of others, copies of at most `most_bytes` (or
+    one element) in the staging buffer, each valid until the next one is asked for.
+    """
+    if is_direct(tensor):
+        whole = byte_view(tensor)
+        for begin in range(0, len(whole), most_bytes):
+            yield whole[begin : begin + most_bytes]
+        return
+    for part in _parts(tensor.detach(), most_bytes):
+        if not part.numel():
+            continue
+        buffer = staging.take(part.nbytes)
+        landing = buffer.view(part.dtype).view(part.shape)
+        landing.copy_(part.resolve_conj().resolve_neg())
+        yield byte_view(buffer)
+
+
+def _parts(tensor: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+    """Slices along the leading dimensions, none larger than asked if it can be helped."""
+    if tensor.nbytes <= most_bytes or tensor.dim() == 0:
+        yield tensor
+        return
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    if row_bytes > most_bytes:
+        for row in tensor.unbind(0):
+            yield from _parts(row, most_bytes)
+        return
+    rows = max(1, most_bytes // row_bytes)
+    yield from torch.split(tensor, rows)

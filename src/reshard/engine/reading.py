@@ -1,0 +1,322 @@
+"""Reading regions of stored chunks into tensors.
+
+A region is read straight into the memory of its tensor where both are contiguous.
+Otherwise whole rows go through a small buffer, since a gap that is skipped costs more
+than a gap that is read, unless it is large. Chunks that are read whole are verified on
+the way.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from reshard.api import CorruptCheckpointError
+from reshard.engine.memory import Staging, byte_view, is_direct
+from reshard.engine.workers import run_all
+from reshard.format.checksum import Hasher, checksum
+from reshard.stores.protocol import Reader
+
+__all__ = ["Request", "Verify", "read_bytes", "read_regions"]
+
+_PIECE_BYTES = 2 << 20
+_STAGING_BYTES = 1 << 20
+_SMALL_BYTES = 256 << 10
+_BATCH_BYTES = 8 << 20
+_BATCH_ITEMS = 500
+_WIDEST_GAP_BYTES = 64 << 10
+
+
+class Verify(Enum):
+    """Which chunks are checked against their checksums while they are read."""
+
+    OFF = "off"
+    CHUNKS = "chunks"
+    FULL = "full"
+
+
+@dataclass(slots=True)
+class Request:
+    """One region of one stored chunk, and the tensor to fill with it.
+
+    The chunk begins at byte `begin` of the file; `offsets` count from its start.
+    """
+
+    name: str
+    file: str
+    begin: int
+    chunk_shape: Sequence[int]
+    dtype: torch.dtype
+    checksum: int
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+    target: torch.Tensor
+    done: Callable[[], None] | None = None
+
+    @property
+    def whole(self) -> bool:
+        return tuple(self.lengths) == tuple(self.chunk_shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.lengths) * self.dtype.itemsize
+
+
+def read_regions(
+    readers: Mapping[str, Reader],
+    requests: Sequence[Request],
+    verify: Verify,
+    threads: int,
+    where: str,
+) -> int:
+    """Carry out `requests`; the number of bytes that were wanted."""
+    job = _Job(readers, verify, where)
+    direct, other = [], []
+    for request in requests:
+        # Empty regions ask for nothing, but whoever asked wants to hear of the end.
+        if not request.nbytes:
+            if request.done is not None:
+                request.done()
+        elif request.nbytes <= _SMALL_BYTES and _lands_directly(request):
+            direct.append(request)
+        else:
+            other.append([request])
+    run_all(job.read, [*other, *_batches(direct)], threads)
+    return sum(request.nbytes for request in requests)
+
+
+def read_bytes(
+    reader: Reader, name: str, begin: int, nbytes: int, expected: int, verify: Verify, where: str
+) -> bytes:
+    """A stored value."""
+    buffer = bytearray(nbytes)
+    if nbytes:
+        reader.read_into(begin, [memoryview(buffer)])
+    if verify is not Verify.OFF:
+        _compare(checksum(memoryview(buffer)), expected, name, where)
+    return bytes(buffer)
+
+
+def _compare(found: int, expected: int, name: str, where: str) -> None:
+    expected &= (1 << 64) - 1
+    if found != expected:
+        raise CorruptCheckpointError(
+            f"the stored bytes of {name!r} in {where} are damaged: their checksum is "
+            f"{found:016x}, it should be {expected:016x}. Load another checkpoint"
+        )
+
+
+def _last_partial(shape: Sequence[int], lengths: Sequence[int]) -> int:
+    """The last dimension of which only a part is wanted, or 0 if there is none."""
+    for dim in range(len(shape) - 1, 0, -1):
+        if lengths[dim] != shape[dim]:
+            return dim
+    return 0
+
+
+def _is_one_run(shape: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether the region is contiguous in the stored chunk."""
+    return all(length == 1 for length in lengths[: _last_partial(shape, lengths)])
+
+
+def _lands_directly(request: Request) -> bool:
+    return (
+        request.target.dtype is request.dtype
+        and is_direct(request.target)
+        and _is_one_run(request.chunk_shape, request.lengths)
+    )
+
+
+def _position(request: Request) -> int:
+    return request.begin + _ravel(request.chunk_shape, request.offsets) * request.dtype.itemsize
+
+
+def _ravel(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    position = 0
+    for extent, offset in zip(shape, offsets, strict=True):
+        position = position * extent + offset
+    return position
+
+
+def _batches(requests: list[Request]) -> list[list[Request]]:
+    """Small neighbours in one file, to be read by one call each."""
+    keyed = sorted(((r.file, _position(r), r) for r in requests), key=lambda entry: entry[:2])
+    batches: list[list[Request]] = []
+    end, file, size = 0, None, 0
+    for its_file, begin, request in keyed:
+        fits = size + request.nbytes <= _BATCH_BYTES and batches and len(batches[-1]) < _BATCH_ITEMS
+        if its_file != file or not 0 <= begin - end <= _WIDEST_GAP_BYTES or not fits:
+            batches.append([])
+            size = 0
+        batches[-1].append(request)
+        file, end, size = its_file, begin + request.nbytes, size + request.nbytes
+    return batches
+
+
+class _Job:
+    def __init__(self, readers: Mapping[str, Reader], verify: Verify, where: str) -> None:
+        self._readers = readers
+        self._verify = verify
+        self._where = where
+        self._local = threading.local()
+
+    def read(self, batch: Sequence[Request]) -> None:
+        if len(batch) == 1:
+            self._read_one(batch[0])
+        else:
+            self._read_neighbours(batch)
+        for request in batch:
+            if request.done is not None:
+                request.done()
+
+    def _read_neighbours(self, batch: Sequence[Request]) -> None:
+        begin = end = _position(batch[0])
+        views: list[memoryview] = []
+        for request in batch:
+            position = _position(request)
+            if position > end:
+                gap = self._staging().take(_WIDEST_GAP_BYTES)
+                views.append(byte_view(gap)[: position - end])
+            views.append(byte_view(request.target))
+            end = position + request.nbytes
+        self._readers[batch[0].file].read_into(begin, views)
+        for request in batch:
+            if request.whole and self._verify is not Verify.OFF:
+                digest = checksum(byte_view(request.target))
+                _compare(digest, request.checksum, request.name, self._in(request))
+            elif self._verify is Verify.FULL:
+                self._verify_apart(request)
+
+    def _read_one(self, request: Request) -> None:
+        reader = self._readers[request.file]
+        hasher: Any = None
+        if request.whole and self._verify is not Verify.OFF:
+            hasher = Hasher()
+        elif self._verify is Verify.FULL:
+            self._verify_apart(request)
+        _Filler(reader, request, hasher, self._staging()).fill()
+        if hasher is not None:
+            _compare(hasher.intdigest(), request.checksum, request.name, self._in(request))
+
+    def _verify_apart(self, request: Request) -> None:
+        """Read a chunk of which only a part is wanted, for its checksum alone."""
+        hasher = Hasher()
+        nbytes = math.prod(request.chunk_shape) * request.dtype.itemsize
+        for begin in range(0, nbytes, _STAGING_BYTES):
+            piece = byte_view(self._staging().take(min(_STAGING_BYTES, nbytes - begin)))
+            self._readers[request.file].read_into(request.begin + begin, [piece])
+            hasher.update(piece)
+        _compare(hasher.intdigest(), request.checksum, request.name, self._in(request))
+
+    def _in(self, request: Request) -> str:
+        return f"{request.file!r} of {self._where}"
+
+    def _staging(self) -> Staging:
+        staging: Staging | None = getattr(self._local, "staging", None)
+        if staging is None:
+            staging = self._local.staging = Staging(_STAGING_BYTES)
+        return staging
+
+
+class _Filler:
+    """Fills the target of one request, cutting the region until a piece can be read."""
+
+    def __init__(self, reader: Reader, request: Request, hasher: Any, staging: Staging) -> None:
+        self._reader = reader
+        self._request = request
+        self._shape = tuple(request.chunk_shape)
+        self._itemsize = request.dtype.itemsize
+        self._hasher = hasher
+        self._staging = staging
+
+    def fill(self) -> None:
+        target = self._request.target.detach()
+        self._fill(tuple(self._request.offsets), tuple(self._request.lengths), target)
+
+    def _fill(
+        self, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        if _is_one_run(self._shape, lengths):
+            self._fill_run(offsets, lengths, target)
+            return
+        dim = next(dim for dim, length in enumerate(lengths) if length > 1)
+        row_bytes = math.prod(self._shape[dim + 1 :]) * self._itemsize
+        wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
+        if row_bytes > _STAGING_BYTES or row_bytes - wanted_bytes > _WIDEST_GAP_BYTES:
+            self._split(dim, 1, offsets, lengths, target)
+        else:
+            self._fill_rows(dim, row_bytes, offsets, lengths, target)
+
+    def _split(
+        self,
+        dim: int,
+        step: int,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
+        target: torch.Tensor,
+    ) -> None:
+        for begin in range(0, lengths[dim], step):
+            count = min(step, lengths[dim] - begin)
+            self._fill(
+                (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :]),
+                (*lengths[:dim], count, *lengths[dim + 1 :]),
+                target.narrow(dim, begin, count),
+            )
+
+    def _fill_run(
+        self, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor
+    ) -> None:
+        """A region that is contiguous in the file."""
+        begin = self._request.begin + _ravel(self._shape, offsets) * self._itemsize
+        nbytes = math.prod(lengths) * self._itemsize
+        if target.dtype is self._request.dtype and is_direct(target):
+            view = byte_view(target)
+            for position in range(0, nbytes, _PIECE_BYTES):
+                piece = view[position : position + _PIECE_BYTES]
+                self._reader.read_into(begin + position, [piece])
+                if self._hasher is not None:
+                    self._hasher.update(piece)
+        elif nbytes <= _STAGING_BYTES or nbytes == self._itemsize:
+            target.copy_(self._stage(begin, nbytes).view(lengths))
+        else:
+            dim = next(dim for dim, length in enumerate(lengths) if length > 1)
+            step = max(1, _STAGING_BYTES // (nbytes // lengths[dim]))
+            self._split(dim, step, offsets, lengths, target)
+
+    def _fill_rows(
+        self,
+        dim: int,
+        row_bytes: int,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
+        target: torch.Tensor,
+    ) -> None:
+        """Rows of which a part is wanted: read whole, as many as fit the buffer."""
+        row_shape = self._shape[dim + 1 :]
+        first = (*offsets[: dim + 1], *(0,) * len(row_shape))
+        begin = self._request.begin + _ravel(self._shape, first) * self._itemsize
+        step = max(1, _STAGING_BYTES // row_bytes)
+        leading = (1,) * dim
+        for row in range(0, lengths[dim], step):
+            count = min(step, lengths[dim] - row)
+            rows = self._stage(begin + row * row_bytes, count * row_bytes)
+            rows = rows.view(*leading, count, *row_shape)
+            for inner in range(dim + 1, len(lengths)):
+                if lengths[inner] != self._shape[inner]:
+                    rows = rows.narrow(inner, offsets[inner], lengths[inner])
+            target.narrow(dim, row, count).copy_(rows)
+
+    def _stage(self, begin: int, nbytes: int) -> torch.Tensor:
+        """Bytes of the file in the buffer, as elements of the stored dtype."""
+        buffer = self._staging.take(nbytes)
+        view = byte_view(buffer)
+        self._reader.read_into(begin, [view])
+        if self._hasher is not None:
+            self._hasher.update(view)
+        return buffer.view(self._request.dtype)

@@ -1,0 +1,179 @@
+"""Writing one shard file: layout first, then bytes and checksums in one pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from reshard.engine.memory import Staging, byte_view, is_direct, pieces
+from reshard.engine.workers import run_all
+from reshard.format.checksum import Hasher, checksum
+from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
+from reshard.planning.columns import Ints
+from reshard.stores.protocol import Store, Writer
+
+__all__ = ["Content", "Written", "write_file"]
+
+_PIECE_BYTES = 4 << 20
+_SMALL_BYTES = 256 << 10
+_BATCH_BYTES = 8 << 20
+_BATCH_ITEMS = 1000
+
+
+Digests: TypeAlias = npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True)
+class Content:
+    """One thing to write: its key in the file, its form, and how to get its data.
+
+    `resolve` is called once, when its turn comes, since it may allocate.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: Sequence[int]
+    nbytes: int
+    resolve: Callable[[], torch.Tensor | memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of the contents: where each begins in the file, and its checksum."""
+
+    file_bytes: int
+    begins: Ints
+    checksums: Ints
+
+
+def write_file(
+    store: Store, key: str, contents: Sequence[Content], threads: int, durable: bool
+) -> Written:
+    """Write `contents` as one safetensors file."""
+    order = sorted(range(len(contents)), key=lambda i: -_alignment(contents[i].dtype))
+    entries: dict[str, Entry] = {}
+    begins = np.zeros(len(contents), dtype=np.int64)
+    position = 0
+    for i in order:
+        content = contents[i]
+        begins[i] = position
+        entries[content.key] = _entry(content, position)
+        position += content.nbytes
+    header = build_header(entries, {"format": "pt"})
+    begins += len(header)
+    file_bytes = len(header) + position
+
+    checksums = np.zeros(len(contents), dtype=np.uint64)
+    writer = store.open_writer(key, file_bytes)
+    try:
+        writer.write(0, [memoryview(header)])
+        job = _Job(writer, contents, begins, checksums)
+        run_all(job.write, _batches(contents, order), threads)
+        if durable:
+            writer.sync()
+    finally:
+        writer.close()
+    return Written(file_bytes, begins, checksums.view(np.int64))
+
+
+def _alignment(dtype: torch.dtype) -> int:
+    """Contents are ordered by element size, so that each begins at a multiple of its own."""
+    return dtype.itemsize
+
+
+def _entry(content: Content, begin: int) -> Entry:
+    name = SAFETENSORS_DTYPES.get(content.dtype)
+    shape = content.shape if name is not None else (content.nbytes,)
+    return Entry(name or "U8", tuple(shape), begin, begin + content.nbytes)
+
+
+def _batches(contents: Sequence[Content], order: Sequence[int]) -> list[list[int]]:
+    """Large contents by themselves, small neighbours together."""
+    batches: list[list[int]] = []
+    small: list[int] = []
+    small_bytes = 0
+    for i in order:
+        nbytes = contents[i].nbytes
+        if nbytes > _SMALL_BYTES:
+            batches.append([i])
+            if small:
+                batches.append(small)
+            small, small_bytes = [], 0
+            continue
+        small.append(i)
+        small_bytes += nbytes
+        if small_bytes >= _BATCH_BYTES or len(small) >= _BATCH_ITEMS:
+            batches.append(small)
+            small, small_bytes = [], 0
+    if small:
+        batches.append(small)
+    return batches
+
+
+class _Job:
+    def __init__(
+        self,
+        writer: Writer,
+        contents: Sequence[Content],
+        begins: Ints,
+        checksums: npt.NDArray[np.uint64],
+    ) -> None:
+        self._writer = writer
+        self._contents = contents
+        self._begins = begins
+        self._checksums = checksums
+        self._local = threading.local()
+
+    def write(self, batch: Sequence[int]) -> None:
+        if len(batch) == 1:
+            self._write_one(batch[0])
+            return
+        views = []
+        alive = []
+        for i in batch:
+            data = self._contents[i].resolve()
+            if isinstance(data, torch.Tensor):
+                if not is_direct(data):
+                    data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                alive.append(data)
+                data = byte_view(data)
+            self._check(i, len(data))
+            self._checksums[i] = checksum(data)
+            views.append(data)
+        self._writer.write(int(self._begins[batch[0]]), [view for view in views if len(view)])
+
+    def _write_one(self, i: int) -> None:
+        data = self._contents[i].resolve()
+        position = int(self._begins[i])
+        hasher = Hasher()
+        if isinstance(data, torch.Tensor):
+            self._check(i, data.nbytes)
+            parts = pieces(data, _PIECE_BYTES, self._staging())
+        else:
+            self._check(i, len(data))
+            parts = iter([data])
+        for part in parts:
+            hasher.update(part)
+            self._writer.write(position, [part])
+            position += len(part)
+        self._checksums[i] = hasher.intdigest()
+
+    def _staging(self) -> Staging:
+        staging: Staging | None = getattr(self._local, "staging", None)
+        if staging is None:
+            staging = self._local.staging = Staging(_PIECE_BYTES)
+        return staging
+
+    def _check(self, i: int, nbytes: int) -> None:
+        content = self._contents[i]
+        if nbytes != content.nbytes:
+            raise ValueError(
+                f"{content.key!r} was planned with {content.nbytes} bytes, but its data has "
+                f"{nbytes}: the planner's resolve_data must return what its plan announced"
+            )

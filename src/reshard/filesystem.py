@@ -1,0 +1,563 @@
+"""Checkpoints in a directory: shard files, and a manifest whose appearance is the commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+import platform
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.futures import Future
+
+from reshard.api import (
+    CheckpointException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    PlanError,
+    UnsupportedFormatError,
+)
+from reshard.contents import (
+    Placement,
+    StorageTable,
+    WriteResults,
+    merge_planner_data,
+    to_manifest,
+    to_metadata,
+)
+from reshard.default_planner import DefaultLoadPlanner
+from reshard.engine.reading import Request, Verify, read_bytes, read_regions
+from reshard.engine.workers import default_threads
+from reshard.engine.writing import Content, write_file
+from reshard.format.manifest import Manifest, decode_manifest, encode_manifest
+from reshard.format.merging import merge_manifests
+from reshard.format.values import MAGIC, decode_value, is_pickled
+from reshard.metadata import Metadata, StorageMeta
+from reshard.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from reshard.planning.columns import DTYPES
+from reshard.storage import StorageInfo, StorageReader, StorageWriter, WriteResult
+from reshard.stores.local import LocalStore
+from reshard.stores.protocol import Reader, Store
+
+__all__ = ["FileSystemReader", "FileSystemWriter", "StorageInfo"]
+
+MANIFEST = ".metadata"
+_SHARD_FILE = re.compile(r"__(\d+)_(\d+)\.safetensors")
+_PART = re.compile(r"\.metadata\.(\d+)-of-(\d+)")
+_DRAFT = re.compile(r"\.metadata(\.\d+-of-\d+)?\.\d+\.draft")
+_UNSEEN_SECONDS = 10.0
+
+_StorageInfo = StorageInfo
+
+
+class FileSystemWriter(StorageWriter):
+    """Writes a checkpoint into a directory.
+
+    Each rank writes its own shard files; `finish` publishes the manifest. An older
+    checkpoint in the same directory stays whole and visible until then. With
+    `sync_files`, everything is durable before it becomes visible.
+
+    `thread_count` 0 chooses by the number of cores. `per_thread_copy_ahead` and
+    `serialization_format` are accepted and have no effect.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 0,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
+    ) -> None:
+        if _extensions:
+            raise ValueError("stream extensions are not supported: the format has its own layout")
+        self.path = Path(path)
+        self.single_file_per_rank = single_file_per_rank
+        self.sync_files = sync_files
+        self.thread_count = thread_count
+        self.per_thread_copy_ahead = per_thread_copy_ahead
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.overwrite = overwrite
+        self.serialization_format = serialization_format
+        self.is_coordinator = False
+        self.rank = 0
+        self.world_size = 1
+        self.use_collectives = True
+        self.save_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is written to."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_local(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.is_coordinator = is_coordinator
+        self.rank = kwargs.get("rank") or 0
+        self.world_size = kwargs.get("world_size") or 1
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def open_store(self) -> Store:
+        """Where the bytes go. Made to be overridden."""
+        return LocalStore(self.path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        store = self.open_store()
+        store.create()
+        if not self.overwrite and MANIFEST in store.list():
+            raise CheckpointException(
+                f"there is a checkpoint at {store.location} already, and overwrite=False"
+            )
+        if not self.use_collectives:
+            return dataclasses.replace(plan, storage_data=self._file_prefix(store, self.rank))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if not self.use_collectives:
+            return plans
+        prefix = self._file_prefix(self.open_store(), None)
+        return [
+            dataclasses.replace(plan, storage_data=prefix.format(rank=rank))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def _file_prefix(self, store: Store, rank: int | None) -> str:
+        """The beginning of new file names: none that an older checkpoint here may use."""
+        taken = [
+            int(match[2])
+            for match in map(_SHARD_FILE.fullmatch, store.list())
+            if match and rank in (None, int(match[1]))
+        ]
+        first = max(taken, default=-1) + 1
+        return f"__{{rank}}_{first}" if rank is None else f"__{rank}_{first}"
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        future: Future[Any] = Future()
+        future.set_result(self._write(plan, planner))
+        return future
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
+        store = self.open_store()
+        items = plan.items
+        prefix, _, first = str(plan.storage_data or f"__{self.rank}_0").rpartition("_")
+        contents, pickled = _contents(items, planner)
+        groups = [list(range(len(contents)))]
+        if not self.single_file_per_rank:
+            groups = [[i] for i in range(len(contents))]
+        placement = Placement(
+            files=[],
+            file_ids=np.zeros(len(contents), dtype=np.int64),
+            begins=np.zeros(len(contents), dtype=np.int64),
+            nbytes=np.array([content.nbytes for content in contents], dtype=np.int64),
+            checksums=np.zeros(len(contents), dtype=np.int64),
+            pickled=np.array(pickled, dtype=np.int64),
+        )
+        threads = self.thread_count or default_threads()
+        for number, group in enumerate(groups if contents else []):
+            key = f"{prefix}_{int(first) + number}.safetensors"
+            written = write_file(
+                store, key, [contents[i] for i in group], threads, durable=self.sync_files
+            )
+            placement.files.append((key, written.file_bytes))
+            placement.file_ids[group] = number
+            placement.begins[group] = written.begins
+            placement.checksums[group] = written.checksums
+        return WriteResults(items, placement)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        store = self.open_store()
+        notes = {
+            "writer": f"reshard, torch {torch.__version__}, python {platform.python_version()}",
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "save_id": self.save_id,
+            "world_size": str(self.world_size if not self.use_collectives else len(results)),
+        }
+        manifest = to_manifest(metadata, results, notes)
+        encoded = encode_manifest(manifest)
+        self._check_visible(store, manifest)
+        before = store.list()
+        if self.sync_files:
+            store.sync()
+        if self.use_collectives:
+            store.commit(MANIFEST, encoded)
+            _remove_debris(store, before, manifest)
+        else:
+            store.commit(f"{MANIFEST}.{self.rank}-of-{self.world_size}", encoded)
+        stored = to_metadata(decode_manifest(encoded, store.location), store.location, True)
+        metadata.storage_data = stored.storage_data
+        metadata.storage_meta = self.storage_meta()
+        metadata.version = stored.version
+
+    def retire_older(self) -> None:
+        """Remove an older checkpoint, now that the parts of all ranks are there."""
+        store = self.open_store()
+        manifests = [_read_one_manifest(store, part) for part in _complete_parts(store)]
+        used = {path for manifest in manifests for path in manifest.files}
+        store.delete(MANIFEST)
+        for key in store.list():
+            if key not in used and _SHARD_FILE.fullmatch(key):
+                store.delete(key)
+
+    def _check_visible(self, store: Store, manifest: Manifest) -> None:
+        """Files that another rank wrote must be here too, or the place is not shared."""
+        give_up = time.monotonic() + _UNSEEN_SECONDS
+        for path, size in zip(manifest.files, manifest.file_sizes.tolist(), strict=True):
+            while True:
+                try:
+                    reader = store.open_reader(path)
+                    break
+                except FileNotFoundError as error:
+                    # A network file system may take a moment to show a new name.
+                    if time.monotonic() > give_up:
+                        raise CheckpointException(
+                            f"{path!r} was written by another rank, but is not at "
+                            f"{store.location} as rank {self.rank} sees it: all ranks must write "
+                            "to a file system that they share"
+                        ) from error
+                    time.sleep(0.1)
+            found = reader.nbytes
+            reader.close()
+            if found != size:
+                raise CorruptCheckpointError(
+                    f"{path!r} at {store.location} has {found} bytes, although {size} were written"
+                )
+
+
+def _remove_debris(store: Store, before: Sequence[str], manifest: Manifest) -> None:
+    """Delete shard files and drafts that no manifest refers to, now that the new one is there."""
+    used = {MANIFEST, *manifest.files}
+    for key in before:
+        if key not in used and any(p.fullmatch(key) for p in (_SHARD_FILE, _DRAFT, _PART)):
+            store.delete(key)
+
+
+def _contents(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Content], list[bool]]:
+    """What to write for each item, and whether it is a pickle."""
+    contents, pickled = [], []
+    keys: set[str] = {"__metadata__"}
+    for item in items:
+        if item.type is WriteItemType.BYTE_IO:
+            view = _value_bytes(planner, item)
+            key, nbytes = _unique(item.index.fqn, keys), len(view)
+            contents.append(Content(key, torch.uint8, (nbytes,), nbytes, partial(_same, view)))
+            pickled.append(is_pickled(view))
+            continue
+        if item.tensor_data is None:
+            raise PlanError(f"the write item of {item.index.fqn!r} has no tensor_data")
+        chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+        key = _unique(_region_key(item), keys)
+        nbytes = math.prod(chunk.sizes) * dtype.itemsize
+        contents.append(Content(key, dtype, chunk.sizes, nbytes, partial(_resolve, planner, item)))
+        pickled.append(False)
+    return contents, pickled
+
+
+def _value_bytes(planner: SavePlanner, item: WriteItem) -> memoryview:
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise TypeError(
+            f"resolve_data returned a {type(data).__name__} for {item.index.fqn!r}, which is "
+            "planned as a value: return a BytesIO"
+        )
+    return data.getbuffer()
+
+
+def _same(view: memoryview) -> memoryview:
+    return view
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """The tensor of an item, as its plan announced it."""
+    tensor = planner.resolve_data(item)
+    data = item.tensor_data
+    if not isinstance(tensor, torch.Tensor) or data is None:
+        raise TypeError(
+            f"resolve_data returned a {type(tensor).__name__} for {item.index.fqn!r}, which is "
+            "planned as a tensor"
+        )
+    if tuple(tensor.shape) != tuple(data.chunk.sizes):
+        raise ValueError(
+            f"resolve_data returned a tensor of shape {tuple(tensor.shape)} for "
+            f"{item.index.fqn!r}, which is planned with {tuple(data.chunk.sizes)}"
+        )
+    tensor = tensor.detach()
+    return tensor if tensor.dtype is data.properties.dtype else tensor.to(data.properties.dtype)
+
+
+def _region_key(item: WriteItem) -> str:
+    """The FQN, with the region appended when it is not the whole tensor."""
+    data = item.tensor_data
+    if data is None or tuple(data.chunk.sizes) == tuple(data.size):
+        return item.index.fqn
+    region = ",".join(
+        f"{offset}:{offset + size}"
+        for offset, size in zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+    )
+    return f"{item.index.fqn}[{region}]"
+
+
+def _unique(key: str, keys: set[str]) -> str:
+    """A key that the file does not have yet. The manifest does not rely on keys."""
+    while key in keys:
+        key += "#"
+    keys.add(key)
+    return key
+
+
+class FileSystemReader(StorageReader):
+    """Reads a checkpoint from a directory.
+
+    `verify` says which chunks are checked against their checksums: `"chunks"` those that
+    are read whole, `"full"` all that are touched, `"off"` none.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        verify: str = "chunks",
+        allow_pickle: bool = False,
+        thread_count: int = 0,
+    ) -> None:
+        self.path = Path(path)
+        self.verify = Verify(verify)
+        self.allow_pickle = allow_pickle
+        self.thread_count = thread_count
+        self.storage_data: Any = None
+        self.load_id = str(uuid.uuid4())
+        self.bytes_read = 0
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is read from."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _is_local(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.storage_data = None
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
+
+    def open_store(self) -> Store:
+        """Where the bytes come from. Made to be overridden."""
+        return LocalStore(self.path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        store = self.open_store()
+        manifest = read_manifest(store)
+        metadata = to_metadata(manifest, store.location, self.allow_pickle)
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=self.checkpoint_id,
+            save_id=manifest.notes.get("save_id"),
+            load_id=self.load_id,
+        )
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self.storage_data = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._read(plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        table: StorageTable = self.storage_data
+        m = table.manifest
+        store = self.open_store()
+        requests: list[Request] = []
+        values = []
+        readers: dict[str, Reader] = {}
+        try:
+            for item in plan.items:
+                if item.type is LoadItemType.BYTE_IO:
+                    row = table.value_rows[item.storage_index.fqn]
+                    _open(store, readers, m, int(m.value_files[row]))
+                    values.append((item, row))
+                    continue
+                row = table.chunk_row(item.storage_index)
+                file = _open(store, readers, m, int(m.chunk_files[row]))
+                dims = len(item.lengths)
+                tensor = planner.resolve_tensor(item)
+                if tuple(tensor.shape) != tuple(item.lengths):
+                    raise ValueError(
+                        f"resolve_tensor returned a tensor of shape {tuple(tensor.shape)} for "
+                        f"{item.dest_index.fqn!r}, to be filled with {tuple(item.lengths)}"
+                    )
+                target = tensor.detach()
+                dtype = DTYPES[m.dtypes[table.tensor_rows[item.storage_index.fqn]]]
+                requests.append(
+                    Request(
+                        name=item.storage_index.fqn,
+                        file=file,
+                        begin=int(m.chunk_begins[row]),
+                        chunk_shape=m.chunk_sizes[row, :dims].tolist(),
+                        dtype=dtype,
+                        checksum=int(m.chunk_checksums[row]),
+                        offsets=item.storage_offsets,
+                        lengths=item.lengths,
+                        target=target,
+                        done=partial(planner.commit_tensor, item, tensor),
+                    )
+                )
+            threads = self.thread_count or default_threads()
+            self.bytes_read += read_regions(readers, requests, self.verify, threads, store.location)
+            for item, row in values:
+                file = m.files[int(m.value_files[row])]
+                data = read_bytes(
+                    readers[file],
+                    item.storage_index.fqn,
+                    int(m.value_begins[row]),
+                    int(m.value_nbytes[row]),
+                    int(m.value_checksums[row]),
+                    self.verify,
+                    f"{file!r} of {store.location}",
+                )
+                planner.load_bytes(item, self._as_expected(planner, item.storage_index.fqn, data))
+                self.bytes_read += len(data)
+        finally:
+            for reader in readers.values():
+                reader.close()
+
+    def _as_expected(self, planner: LoadPlanner, fqn: str, data: bytes) -> io.BytesIO:
+        """A stored value for `load_bytes`, which planners in use take for a torch.save file."""
+        own = getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+        if own or data[: len(MAGIC)] != MAGIC:
+            return io.BytesIO(data)
+        translated = io.BytesIO()
+        torch.save(decode_value(data, fqn, self.allow_pickle), translated)
+        translated.seek(0)
+        return translated
+
+
+def _open(store: Store, readers: dict[str, Reader], manifest: Manifest, file_id: int) -> str:
+    """Open a shard file, once, and make sure that it is the one that was written."""
+    path = manifest.files[file_id]
+    if path not in readers:
+        try:
+            readers[path] = store.open_reader(path)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"the checkpoint at {store.location} lacks its file {path!r}"
+            ) from error
+        expected = int(manifest.file_sizes[file_id])
+        if readers[path].nbytes != expected:
+            raise CorruptCheckpointError(
+                f"{path!r} of the checkpoint at {store.location} has {readers[path].nbytes} "
+                f"bytes; {expected} were written"
+            )
+    return path
+
+
+def read_manifest(store: Store) -> Manifest:
+    """The manifest of the checkpoint in `store`, or that of all its parts."""
+    try:
+        return _read_one_manifest(store, MANIFEST)
+    except FileNotFoundError as error:
+        parts = _complete_parts(store)
+        if not parts:
+            raise CheckpointNotFoundError(_describe_absence(store)) from error
+    manifests = [_read_one_manifest(store, part) for part in parts]
+    merged = merge_manifests(manifests, store.location)
+    paths = merge_planner_data([part.planner_data for part in manifests], store.location)
+    return dataclasses.replace(merged, planner_data=paths)
+
+
+def _complete_parts(store: Store) -> list[str]:
+    """The parts that ranks wrote without each other, if all of them are there."""
+    found: dict[int, dict[int, str]] = {}
+    for key in store.list():
+        match = _PART.fullmatch(key)
+        if match:
+            found.setdefault(int(match[2]), {})[int(match[1])] = key
+    complete = [world for world, parts in found.items() if len(parts) == world]
+    if len(complete) > 1:
+        raise CorruptCheckpointError(
+            f"{store.location} holds checkpoints of {' and of '.join(map(str, complete))} ranks "
+            "that were saved without collectives; delete one"
+        )
+    if not complete and found:
+        world, parts = next(iter(found.items()))
+        missing = sorted(set(range(world)) - set(parts))
+        raise CheckpointNotFoundError(
+            f"the checkpoint at {store.location} is not complete: of {world} ranks, rank "
+            f"{', '.join(map(str, missing[:10]))} did not finish"
+        )
+    return [found[complete[0]][rank] for rank in range(complete[0])] if complete else []
+
+
+def _read_one_manifest(store: Store, key: str) -> Manifest:
+    reader = store.open_reader(key)
+    try:
+        data = bytearray(reader.nbytes)
+        reader.read_into(0, [memoryview(data)] if data else [])
+    finally:
+        reader.close()
+    if data[:1] == b"\x80":
+        raise UnsupportedFormatError(
+            f"the checkpoint at {store.location} was written by torch.distributed.checkpoint; "
+            "load it with that, and save it with reshard"
+        )
+    return decode_manifest(memoryview(data), f"{key} of {store.location}")
+
+
+def _describe_absence(store: Store) -> str:
+    keys = store.list()
+    if not keys:
+        return f"there is no checkpoint at {store.location}"
+    if any(_SHARD_FILE.fullmatch(key) for key in keys):
+        return (
+            f"the checkpoint at {store.location} was never committed: it has shard files but no "
+            f"{MANIFEST}. A save that was cut off leaves these; load an older checkpoint"
+        )
+    return f"there is no checkpoint at {store.location}: it has no {MANIFEST}"
+
+
+def _is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
+    return isinstance(checkpoint_id, os.PathLike) or "://" not in checkpoint_id

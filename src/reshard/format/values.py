@@ -1,0 +1,237 @@
+"""Values that are not tensors, as bytes: typed, tagged, and never executed.
+
+    b"RSV1" kind payload
+
+`kind` is b"M" for the tagged encoding, a MessagePack tree in which every type that
+MessagePack lacks is an extension, or b"P" for a pickle. Pickles are only made for types
+that the tagged encoding does not know, and only read when the caller says so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import pickle
+from collections import OrderedDict
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from reshard.api import CorruptCheckpointError, UnsafeValueError
+
+__all__ = ["MAGIC", "decode_value", "encode_value", "is_pickled"]
+
+MAGIC = b"RSV1"
+TAGGED, PICKLED = b"M", b"P"
+_DEEPEST = 64
+
+
+class _Tag(IntEnum):
+    TUPLE = 1
+    MAP = 2
+    SET = 3
+    FROZENSET = 4
+    BIG_INT = 5
+    COMPLEX = 6
+    BYTEARRAY = 7
+    ORDERED_MAP = 8
+    NUMPY_ARRAY = 16
+    NUMPY_SCALAR = 17
+    TORCH_SIZE = 32
+    TORCH_DTYPE = 33
+    TORCH_DEVICE = 34
+    TORCH_TENSOR = 35
+    DATETIME = 48
+    DATE = 49
+    TIME = 50
+    TIMEDELTA = 51
+
+
+class _Unknown(Exception):  # noqa: N818 - control flow, never seen by a user
+    """The tagged encoding has no form for a value."""
+
+
+def encode_value(value: Any) -> bytes:
+    """The bytes to store for `value`."""
+    try:
+        return MAGIC + TAGGED + msgspec.msgpack.encode(_to_tree(value, 0))
+    except _Unknown:
+        buffer = io.BytesIO()
+        buffer.write(MAGIC + PICKLED)
+        pickle.dump(value, buffer, protocol=4)
+        return buffer.getvalue()
+
+
+def is_pickled(data: bytes | memoryview) -> bool:
+    return bytes(data[:5]) == MAGIC + PICKLED
+
+
+def decode_value(data: bytes, fqn: str, allow_pickle: bool = False) -> Any:
+    """The value that `encode_value` encoded. Runs no code unless `allow_pickle`."""
+    kind, payload = data[4:5], memoryview(data)[5:]
+    if data[:4] != MAGIC or kind not in (TAGGED, PICKLED):
+        raise CorruptCheckpointError(f"{fqn!r} is not stored as a value of this format")
+    if kind == PICKLED:
+        if not allow_pickle:
+            raise UnsafeValueError(
+                f"{fqn!r} is stored as a pickled object, which could run code when it is read. "
+                "Pass allow_pickle=True to load it, if you trust where the checkpoint comes from"
+            )
+        return pickle.loads(payload)
+    try:
+        return _Decoder().decode(payload)
+    except (
+        msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RuntimeError,
+        OverflowError, RecursionError, EOFError,
+    ) as error:  # fmt: skip
+        raise CorruptCheckpointError(
+            f"the stored value of {fqn!r} makes no sense: {error}"
+        ) from error
+
+
+_PLAIN = (bool, float, str, bytes)
+
+
+def _to_tree(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind in _PLAIN:
+        return value
+    if kind is int:
+        return value if -(2**63) <= value < 2**64 else _ext(_Tag.BIG_INT, str(value))
+    if depth > _DEEPEST:
+        raise _Unknown
+    if kind is list:
+        return [_to_tree(inner, depth + 1) for inner in value]
+    if kind is dict:
+        if all(type(key) is str for key in value):
+            return {key: _to_tree(inner, depth + 1) for key, inner in value.items()}
+        return _ext(_Tag.MAP, _pairs(value, depth))
+    if kind is tuple:
+        return _ext(_Tag.TUPLE, [_to_tree(inner, depth + 1) for inner in value])
+    encode = _ENCODERS.get(kind)
+    if encode is not None:
+        return encode(value, depth)
+    if kind is np.ndarray and value.dtype.kind in "biufcSU":
+        return _ext(_Tag.NUMPY_ARRAY, _array(value))
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
+        return _ext(_Tag.NUMPY_SCALAR, _array(np.asarray(value)))
+    raise _Unknown
+
+
+def _ext(tag: _Tag, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(int(tag), msgspec.msgpack.encode(content))
+
+
+def _pairs(value: Any, depth: int) -> list[Any]:
+    return [(_to_tree(key, depth + 1), _to_tree(inner, depth + 1)) for key, inner in value.items()]
+
+
+def _array(array: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], bytes]:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _tensor(value: torch.Tensor, depth: int) -> msgspec.msgpack.Ext:
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise _Unknown
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    return _ext(_Tag.TORCH_TENSOR, (_dtype_name(value.dtype), tuple(value.shape), data))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _elements(tag: _Tag) -> Any:
+    def encode(value: Any, depth: int) -> msgspec.msgpack.Ext:
+        # Sorted by their encoding, so that equal sets give equal bytes.
+        parts = [msgspec.msgpack.encode(_to_tree(inner, depth + 1)) for inner in value]
+        return _ext(tag, [msgspec.Raw(part) for part in sorted(parts)])
+
+    return encode
+
+
+_ENCODERS: dict[type, Any] = {
+    OrderedDict: lambda value, depth: _ext(_Tag.ORDERED_MAP, _pairs(value, depth)),
+    set: _elements(_Tag.SET),
+    frozenset: _elements(_Tag.FROZENSET),
+    complex: lambda value, depth: _ext(_Tag.COMPLEX, (value.real, value.imag)),
+    bytearray: lambda value, depth: _ext(_Tag.BYTEARRAY, bytes(value)),
+    torch.Size: lambda value, depth: _ext(_Tag.TORCH_SIZE, tuple(value)),
+    torch.dtype: lambda value, depth: _ext(_Tag.TORCH_DTYPE, _dtype_name(value)),
+    torch.device: lambda value, depth: _ext(_Tag.TORCH_DEVICE, str(value)),
+    torch.Tensor: _tensor,
+    datetime.datetime: lambda value, depth: _ext(_Tag.DATETIME, value.isoformat()),
+    datetime.date: lambda value, depth: _ext(_Tag.DATE, value.isoformat()),
+    datetime.time: lambda value, depth: _ext(_Tag.TIME, value.isoformat()),
+    datetime.timedelta: lambda value, depth: _ext(
+        _Tag.TIMEDELTA, (value.days, value.seconds, value.microseconds)
+    ),
+}
+
+
+class _Decoder:
+    """Decodes one tree; extensions nest, so it counts how deep it is."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def decode(self, data: bytes | memoryview) -> Any:
+        return msgspec.msgpack.decode(data, ext_hook=self._extension)
+
+    def _extension(self, code: int, data: memoryview) -> Any:
+        tag = _Tag(code)
+        self._depth += 1
+        if self._depth > 4 * _DEEPEST:
+            raise ValueError("it is nested too deeply")
+        content = self.decode(data)
+        self._depth -= 1
+        return _DECODERS[tag](content)
+
+
+def _to_array(content: Any) -> np.ndarray[Any, Any]:
+    name, shape, data = content
+    dtype = np.dtype(name)
+    if dtype.hasobject:
+        raise ValueError("an array of objects")
+    return np.array(np.frombuffer(data, dtype=dtype).reshape(shape))
+
+
+def _to_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype")
+    return dtype
+
+
+def _to_tensor(content: Any) -> torch.Tensor:
+    name, shape, data = content
+    dtype = _to_dtype(name)
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+_DECODERS: dict[_Tag, Any] = {
+    _Tag.TUPLE: tuple,
+    _Tag.MAP: dict,
+    _Tag.ORDERED_MAP: OrderedDict,
+    _Tag.SET: set,
+    _Tag.FROZENSET: frozenset,
+    _Tag.BIG_INT: int,
+    _Tag.COMPLEX: lambda content: complex(*content),
+    _Tag.BYTEARRAY: bytearray,
+    _Tag.NUMPY_ARRAY: _to_array,
+    _Tag.NUMPY_SCALAR: lambda content: _to_array(content)[()],
+    _Tag.TORCH_SIZE: torch.Size,
+    _Tag.TORCH_DTYPE: _to_dtype,
+    _Tag.TORCH_DEVICE: torch.device,
+    _Tag.TORCH_TENSOR: _to_tensor,
+    _Tag.DATETIME: datetime.datetime.fromisoformat,
+    _Tag.DATE: datetime.date.fromisoformat,
+    _Tag.TIME: datetime.time.fromisoformat,
+    _Tag.TIMEDELTA: lambda content: datetime.timedelta(*content),
+}

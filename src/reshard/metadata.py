@@ -1,0 +1,138 @@
+"""What a checkpoint contains: tensors, their chunks, other values.
+
+Plain data, no behaviour beyond looking things up. Names and fields are those that
+DCP users know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = [
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+]
+
+
+@dataclass
+class ChunkStorageMetadata:
+    """One region of a tensor as stored: where it starts and how large it is."""
+
+    offsets: torch.Size
+    sizes: torch.Size
+
+
+@dataclass
+class TensorProperties:
+    """How a tensor was made. Only `dtype` matters to a load; the rest is a record."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = field(default=torch.strided)
+    requires_grad: bool = False
+    memory_format: torch.memory_format = field(default=torch.contiguous_format)
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """The properties of `tensor`; the stored form is always contiguous."""
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            memory_format=torch.contiguous_format,
+            pin_memory=tensor.is_pinned(),
+        )
+
+    def __getstate__(self) -> tuple[torch.dtype, torch.layout, bool, str, bool]:
+        # torch.memory_format objects do not pickle; their names do.
+        name = str(self.memory_format).removeprefix("torch.")
+        return self.dtype, self.layout, self.requires_grad, name, self.pin_memory
+
+    def __setstate__(self, state: tuple[torch.dtype, torch.layout, bool, str, bool]) -> None:
+        self.dtype, self.layout, self.requires_grad, name, self.pin_memory = state
+        memory_format = getattr(torch, name, None)
+        if not isinstance(memory_format, torch.memory_format):
+            raise ValueError(f"{name!r} is not the name of a torch.memory_format")
+        self.memory_format = memory_format
+
+
+@dataclass
+class TensorStorageMetadata:
+    """A stored tensor: its global shape, its properties and the chunks that tile it.
+
+    `alias_of` names the tensor whose chunks hold the data of this one as well: both
+    names shared one memory when they were saved, so it was written once.
+    """
+
+    properties: TensorProperties
+    size: torch.Size
+    chunks: MutableSequence[ChunkStorageMetadata]
+    alias_of: str | None = None
+
+
+@dataclass
+class BytesStorageMetadata:
+    """A stored value that is not a tensor. `alias_of` is the name it is stored under."""
+
+    alias_of: str | None = None
+
+
+STORAGE_TYPES: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
+# The values are `Stateful` objects, tensors, nested containers or anything else.
+STATE_DICT_TYPE: TypeAlias = dict[str, Any]
+
+
+@dataclass
+class StorageMeta:
+    """What a storage tells the planner about the checkpoint at hand."""
+
+    checkpoint_id: str | os.PathLike[str] | None = None
+    save_id: str | None = None
+    load_id: str | None = None
+    modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Metadata:
+    """The contents of a checkpoint, by FQN.
+
+    `planner_data` belongs to the planner (the default one keeps there how the flat
+    names nest), `storage_data` to the storage (where each chunk lies).
+    """
+
+    state_dict_metadata: dict[str, STORAGE_TYPES]
+    planner_data: Any = None
+    storage_data: Any = None
+    storage_meta: StorageMeta | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, init=False)
+class MetadataIndex:
+    """The name of one stored thing: an FQN and, for a chunk, where it starts.
+
+    `index` is a hint: the position of the chunk in its tensor's list. It takes no
+    part in comparisons.
+    """
+
+    fqn: str
+    offset: torch.Size | None = None
+    index: int | None = field(hash=False, compare=False, default=None)
+
+    def __init__(
+        self, fqn: str, offset: Sequence[int] | None = None, index: int | None = None
+    ) -> None:
+        # The dataclass is frozen, so attributes are set the long way round.
+        object.__setattr__(self, "fqn", fqn)
+        object.__setattr__(self, "offset", None if offset is None else torch.Size(offset))
+        object.__setattr__(self, "index", index)

@@ -1,0 +1,239 @@
+"""The planning contract: items, plans, and the two planners that users may subclass.
+
+Nothing here plans anything; `default_planner` does.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import math
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from reshard.metadata import (
+    STATE_DICT_TYPE,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+
+__all__ = [
+    "BytesIOWriteData",
+    "LoadItemType",
+    "LoadPlan",
+    "LoadPlanner",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+]
+
+
+class WriteItemType(Enum):
+    """What a `WriteItem` writes: a whole tensor, a part of one, or another value."""
+
+    TENSOR = auto()
+    SHARD = auto()
+    BYTE_IO = auto()
+
+
+class LoadItemType(Enum):
+    """What a `ReadItem` reads: a region of a tensor, or another value."""
+
+    TENSOR = auto()
+    BYTE_IO = auto()
+
+
+@dataclass(frozen=True)
+class BytesIOWriteData:
+    """The size of a value that is not a tensor, where it is known."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorWriteData:
+    """The region to write, and the whole tensor that it is a region of."""
+
+    chunk: ChunkStorageMetadata
+    properties: TensorProperties
+    size: torch.Size
+
+
+@dataclass(frozen=True)
+class WriteItem:
+    """One thing that a rank writes."""
+
+    index: MetadataIndex
+    type: WriteItemType
+    bytes_io_data: BytesIOWriteData | None = None
+    tensor_data: TensorWriteData | None = None
+
+    def tensor_storage_size(self) -> int | None:
+        """Bytes of the whole tensor that this item belongs to; None for other values."""
+        if self.tensor_data is None:
+            return None
+        return math.prod(self.tensor_data.size) * self.tensor_data.properties.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ReadItem:
+    """One region to copy: from a stored chunk, to a local shard.
+
+    `storage_offsets` count from the start of the stored chunk, `dest_offsets` from the
+    start of the local shard; `lengths` is the size of the region in both.
+    """
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    dest_offsets: torch.Size
+    storage_index: MetadataIndex
+    storage_offsets: torch.Size
+    lengths: torch.Size
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one rank writes.
+
+    `items` is a list or behaves like one. A plan with `usable=False` carries no items:
+    it says that the plan of the previous save still holds. `fingerprint` is for planners
+    that cache: what they recognise the plan by.
+    """
+
+    items: MutableSequence[WriteItem]
+    storage_data: Any = None
+    planner_data: Any = None
+    usable: bool = True
+    fingerprint: bytes = b""
+
+
+@dataclass
+class LoadPlan:
+    """What one rank reads. `items` is a list or behaves like one."""
+
+    items: MutableSequence[ReadItem]
+    storage_data: Any = None
+    planner_data: Any = None
+
+
+class SavePlanner(abc.ABC):
+    """Decides what each rank writes.
+
+    One instance lives on each rank. Its methods are called in this order:
+
+    1. `set_up_planner`, on every rank, with the state dict to save.
+    2. `create_local_plan`, on every rank.
+    3. `create_global_plan`, on the coordinator, with the plans of all ranks in order.
+    4. `finish_plan`, on every rank, with this rank's part of the global plan.
+    5. `resolve_data`, on every rank, at least once for each item of the final plan,
+       possibly from several threads at once.
+
+    Most planners extend `DefaultSavePlanner` and override one method; `examples/`
+    holds the usual ones.
+    """
+
+    @abc.abstractmethod
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict to save. It is not handed over again later."""
+
+    @abc.abstractmethod
+    def create_local_plan(self) -> SavePlan:
+        """The plan of this rank, to be sent to the coordinator."""
+
+    @abc.abstractmethod
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The final plan of each rank, in order, and the metadata of the checkpoint."""
+
+    @abc.abstractmethod
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan that this rank carries out, given the coordinator's answer."""
+
+    @abc.abstractmethod
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of one item: a tensor of any device and layout, or bytes.
+
+        Must give the same answer each time and be safe to call from several threads.
+        Memory for a transformed value is best allocated here, not earlier.
+        """
+
+
+class LoadPlanner:
+    """Decides what each rank reads, and where to.
+
+    Not an ABC: planners in use today leave out the methods that their storage never
+    calls, and must go on to work.
+
+    One instance lives on each rank. Its methods are called in this order:
+
+    1. `set_up_planner`, on every rank, with the state dict to fill.
+    2. `create_local_plan`, on every rank.
+    3. `create_global_plan`, on the coordinator, with the plans of all ranks in order.
+    4. `finish_plan`, on every rank, with this rank's part of the global plan.
+    5. For each item of the final plan: `load_bytes` for a value, `resolve_tensor` and
+       then `commit_tensor` for a region of a tensor; possibly from several threads.
+
+    Most planners extend `DefaultLoadPlanner` and override one or two methods;
+    `examples/` holds the usual ones.
+    """
+
+    @abc.abstractmethod
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict to fill and the metadata of the checkpoint."""
+
+    @abc.abstractmethod
+    def create_local_plan(self) -> LoadPlan:
+        """The plan of this rank, to be sent to the coordinator."""
+
+    @abc.abstractmethod
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The final plan of each rank, in order."""
+
+    @abc.abstractmethod
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The plan that this rank carries out, given the coordinator's answer."""
+
+    @abc.abstractmethod
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put the value that `value` encodes into the state dict.
+
+        The encoding is that of the `SavePlanner` that wrote it.
+        """
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        """A buffer of the state dict for a storage that fills buffers in place."""
+        raise NotImplementedError(
+            f"{type(self).__name__} does not offer a buffer to fill in place for "
+            f"{read_item.dest_index.fqn!r}; the storage should call load_bytes"
+        )
+
+    @abc.abstractmethod
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The tensor to fill for `read_item`, of the size `read_item.lengths`.
+
+        Best a view of the one in the state dict. Where that cannot be, `commit_tensor`
+        moves the data on.
+        """
+
+    @abc.abstractmethod
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Called once `tensor`, as `resolve_tensor` returned it, holds the data."""

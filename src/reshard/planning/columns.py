@@ -1,0 +1,133 @@
+"""The columns that plans are made of.
+
+A region of an n-dimensional tensor takes one row in an `offsets` and a `sizes` array.
+Tensors of different ranks share one array: it is as wide as the widest of them, and
+the columns that a row does not need are padded so that they never matter (offset 0,
+size 1, extent 1). A 0-dimensional tensor is thus a box of volume 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = [
+    "BYTES",
+    "DTYPE_CODES",
+    "DTYPE_ITEMSIZES",
+    "DTYPES",
+    "SHARD",
+    "TENSOR",
+    "Bools",
+    "Ints",
+    "Schema",
+    "WriteColumns",
+    "pad_rows",
+    "widen",
+]
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Codes: TypeAlias = npt.NDArray[np.uint8]
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+TENSOR, SHARD, BYTES = 0, 1, 2
+"""Codes in the `kinds` column."""
+
+DTYPES: tuple[torch.dtype, ...] = tuple(
+    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+)
+"""Every dtype that torch has; the position is its code in a `dtypes` column."""
+
+DTYPE_CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(DTYPES)}
+DTYPE_ITEMSIZES: Ints = np.array([dtype.itemsize for dtype in DTYPES], dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Schema:
+    """What the items of a plan are, apart from which region each is.
+
+    Row `i` of a schema belongs to row `i` of the plan. Ranks that hold parts of the
+    same tensors have equal schemas, so the coordinator decodes one and shares it.
+    """
+
+    names: tuple[str, ...]
+    kinds: Codes
+    dtypes: Codes
+    flags: Codes
+    ndims: Codes
+    shapes: Ints
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def select(self, rows: Ints) -> Schema:
+        return Schema(
+            tuple(self.names[row] for row in rows.tolist()),
+            self.kinds[rows],
+            self.dtypes[rows],
+            self.flags[rows],
+            self.ndims[rows],
+            self.shapes[rows],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class WriteColumns:
+    """The items that one rank offers to write.
+
+    `hints` are the positions of the chunks in their tensors (-1 for none), `nbytes`
+    the sizes of values that are not tensors (-1 for unknown), `aliases` the row that
+    holds the same memory under another name (-1 for none).
+    """
+
+    schema: Schema
+    offsets: Ints
+    sizes: Ints
+    hints: Ints
+    nbytes: Ints
+    aliases: Ints
+
+    def __len__(self) -> int:
+        return len(self.schema)
+
+    def select(self, rows: Ints) -> WriteColumns:
+        """The given rows, in the given order. An alias whose target is left out ends."""
+        position_of = np.full(len(self) + 1, -1, dtype=np.int64)
+        position_of[rows] = np.arange(len(rows))
+        return WriteColumns(
+            self.schema.select(rows),
+            self.offsets[rows],
+            self.sizes[rows],
+            self.hints[rows],
+            self.nbytes[rows],
+            position_of[self.aliases[rows]],
+        )
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:
+    """Rows of different lengths as one array, `width` wide, padded with `fill`."""
+    padded = np.full((len(rows), width), fill, dtype=np.int64)
+    if not rows:
+        return padded
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    for length in np.unique(lengths).tolist():
+        if length == 0:
+            continue
+        chosen = np.flatnonzero(lengths == length)
+        padded[chosen, :length] = (
+            rows if len(chosen) == len(rows) else [rows[row] for row in chosen.tolist()]
+        )
+    return padded
+
+
+def widen(array: Ints, width: int, fill: int) -> Ints:
+    """`array` with columns of `fill` added until it is `width` wide."""
+    missing = width - array.shape[1]
+    if missing <= 0:
+        return array
+    return np.pad(array, ((0, 0), (0, missing)), constant_values=fill)

@@ -1,0 +1,77 @@
+"""Which boxes of one set meet which boxes of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard.planning.columns import Ints
+
+__all__ = ["Overlaps", "intersect"]
+
+_PAIRS_AT_A_TIME = 1 << 21
+
+
+class Overlaps(NamedTuple):
+    """Pairs of boxes that share at least one element, and the box that they share."""
+
+    left: Ints
+    right: Ints
+    starts: Ints
+    sizes: Ints
+
+
+def intersect(
+    left_offsets: Ints, left_sizes: Ints, right_offsets: Ints, right_sizes: Ints
+) -> Overlaps:
+    """All pairs (i, j) where left box i and right box j overlap, in order of (j, i).
+
+    Sweeps along the dimension that leaves the fewest candidates, so the cost follows
+    the number of overlaps, not the number of pairs. Empty boxes overlap nothing.
+    """
+    left_ends, right_ends = left_offsets + left_sizes, right_offsets + right_sizes
+    found: list[tuple[Ints, Ints, Ints, Ints]] = []
+    for left, right in _candidates(left_offsets, left_ends, right_offsets, right_ends):
+        starts = np.maximum(left_offsets[left], right_offsets[right])
+        sizes = np.minimum(left_ends[left], right_ends[right]) - starts
+        real = np.flatnonzero((sizes > 0).all(axis=1))
+        found.append((left[real], right[real], starts[real], sizes[real]))
+    lefts, rights, starts, sizes = (np.concatenate(column) for column in zip(*found, strict=True))
+    order = np.lexsort((lefts, rights))
+    return Overlaps(lefts[order], rights[order], starts[order], sizes[order])
+
+
+def _candidates(
+    left_offsets: Ints, left_ends: Ints, right_offsets: Ints, right_ends: Ints
+) -> Iterator[tuple[Ints, Ints]]:
+    """Pairs that overlap in one well-chosen dimension, a bounded number at a time."""
+    n_left, n_right = len(left_offsets), len(right_offsets)
+    order = np.arange(n_left)
+    first, last = np.zeros(n_right, dtype=np.int64), np.full(n_right, n_left, dtype=np.int64)
+    best = n_left * n_right
+    for dim in range(left_offsets.shape[1] if best > n_left + n_right else 0):
+        by_start = np.argsort(left_offsets[:, dim], kind="stable")
+        starts = left_offsets[by_start, dim]
+        reach = np.maximum.accumulate(left_ends[by_start, dim])
+        low = np.searchsorted(reach, right_offsets[:, dim], side="right")
+        high = np.searchsorted(starts, right_ends[:, dim], side="left")
+        count = int(np.maximum(high - low, 0).sum())
+        if count < best:
+            order, first, last, best = by_start, low, high, count
+    counts = np.maximum(last - first, 0)
+    stops = np.cumsum(counts)
+    begin = 0
+    while True:
+        # At least one row at a time, and no more pairs than fit the budget.
+        done = int(stops[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(stops, done + _PAIRS_AT_A_TIME, side="right")))
+        rows = np.repeat(np.arange(begin, min(end, n_right)), counts[begin:end])
+        within = np.arange(len(rows)) - np.repeat(
+            stops[begin:end] - counts[begin:end] - done, counts[begin:end]
+        )
+        yield order[first[rows] + within], rows
+        begin = end
+        if begin >= n_right:
+            return

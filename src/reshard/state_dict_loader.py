@@ -1,0 +1,399 @@
+"""The story of a load."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from reshard.api import CoverageError, MissingKeyError
+from reshard.coordination.channel import Channel, open_channel
+from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
+from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from reshard.engine.reading import Verify
+from reshard.filesystem import FileSystemReader
+from reshard.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from reshard.per_rank import PerRank, choose_rank_values
+from reshard.planner import LoadPlan, LoadPlanner
+from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
+from reshard.stateful import Stateful
+from reshard.storage import StorageReader, takes_any_keyword
+
+__all__ = ["LoadReport", "load", "load_state_dict", "read_state_dict", "read_tensor"]
+
+Rename = Mapping[str, str] | Callable[[str], str]
+
+
+@dataclass
+class LoadReport:
+    """What a load did on this rank.
+
+    `missing` are keys of the state dict that the checkpoint does not have and that were
+    left as they were; `unexpected` are keys of the checkpoint that nobody asked for.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    strict: bool | Literal["exact"] = True,
+    rename: Rename | None = None,
+    verify: Literal["off", "chunks", "full"] | None = None,
+    allow_pickle: bool = False,
+) -> LoadReport:
+    """Load a checkpoint into `state_dict`, in place, whatever mesh it was saved on.
+
+    Called by all ranks of `process_group` (of the default group if there is one; without
+    one, or with `no_dist`, this process loads on its own). Everything that can be wrong
+    with the request is found on all ranks before the first byte changes. If any rank
+    fails, every rank raises a `CheckpointException` with the reasons.
+
+    Tensors are filled where they are, other values are replaced, `Stateful` values are
+    given their state. `strict=False` leaves keys that the checkpoint does not have as
+    they are; `strict="exact"` also refuses keys of the checkpoint that nobody asked for.
+    `rename` maps names of the checkpoint, or their dotted prefixes, to names of the state
+    dict. `verify` says which chunks are checked against their checksums: those read whole
+    (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`).
+    """
+    reader = _choose_reader(storage_reader, checkpoint_id)
+    if isinstance(reader, FileSystemReader):
+        if verify is not None:
+            reader.verify = Verify(verify)
+        reader.allow_pickle = reader.allow_pickle or allow_pickle
+    chosen = planner if planner is not None else DefaultLoadPlanner()
+    if isinstance(chosen, DefaultLoadPlanner):
+        chosen.allow_pickle = chosen.allow_pickle or allow_pickle
+        chosen.allow_partial_load = chosen.allow_partial_load or not strict
+    keys = sorted(state_dict)
+    states = {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in ((key, state_dict[key]) for key in keys)
+    }
+    options = _Options(exact=strict == "exact", rename=rename)
+    report = _load(states, reader, process_group, 0, no_dist, chosen, options)
+    for key in keys:
+        value = state_dict[key]
+        if isinstance(value, Stateful):
+            value.load_state_dict(states[key])
+        else:
+            state_dict[key] = states[key]
+    return report
+
+
+def load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """Deprecated; use `load`."""
+    warnings.warn("load_state_dict is deprecated; use load", FutureWarning, stacklevel=2)
+    storage_reader.reset()
+    _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
+
+
+def _load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: dist.ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """Load into a state dict without `Stateful` values, as tools of other projects do."""
+    chosen = planner if planner is not None else DefaultLoadPlanner()
+    _load(state_dict, storage_reader, process_group, coordinator_rank, no_dist, chosen, _Options())
+
+
+def read_state_dict(
+    checkpoint_id: str | os.PathLike[str],
+    keys: set[str] | str | None = None,
+    *,
+    verify: Literal["off", "chunks", "full"] = "chunks",
+    allow_pickle: bool = False,
+) -> dict[str, Any]:
+    """A checkpoint, or what lies at or below `keys` in it, as whole CPU tensors.
+
+    Needs no template and no process group; each process that calls it reads for itself.
+    """
+    reader = FileSystemReader(checkpoint_id, verify=verify, allow_pickle=allow_pickle)
+    return _read_keys(keys, reader, None, True, allow_pickle)
+
+
+def read_tensor(
+    checkpoint_id: str | os.PathLike[str],
+    fqn: str,
+    region: Sequence[slice] | None = None,
+    *,
+    verify: Literal["off", "chunks", "full"] = "chunks",
+) -> torch.Tensor:
+    """One tensor of a checkpoint, or a region of it; only those bytes are read.
+
+    `region` has a slice of step 1 for each dimension, or for the first few.
+    """
+    reader = FileSystemReader(checkpoint_id, verify=verify)
+    metadata = reader.read_metadata()
+    entry = metadata.state_dict_metadata.get(fqn)
+    if not isinstance(entry, TensorStorageMetadata):
+        names = [n for n, e in metadata.state_dict_metadata.items() if hasattr(e, "size")]
+        raise MissingKeyError(describe_missing([fqn], names))
+    offsets, sizes = _region(fqn, tuple(entry.size), region or ())
+    tensor = torch.empty(sizes, dtype=entry.properties.dtype)
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    items = create_read_items_for_chunk_list(fqn, entry, [chunk])
+    if sum(item.lengths.numel() for item in items) != tensor.numel():
+        raise CoverageError(f"the checkpoint does not hold all of {fqn!r} in that region")
+    planner = _OneTensorPlanner(tensor)
+    reader.set_up_storage_reader(metadata, True)
+    reader.read_data(LoadPlan(items), planner).wait()
+    return tensor
+
+
+def _region(
+    fqn: str, shape: tuple[int, ...], region: Sequence[slice]
+) -> tuple[list[int], list[int]]:
+    if len(region) > len(shape) or any(part.step not in (None, 1) for part in region):
+        raise ValueError(
+            f"a region of {fqn!r} has at most {len(shape)} slices, of step 1; got {region}"
+        )
+    whole = [*region, *[slice(None)] * (len(shape) - len(region))]
+    bounds = [part.indices(extent)[:2] for part, extent in zip(whole, shape, strict=True)]
+    return [begin for begin, _ in bounds], [max(end - begin, 0) for begin, end in bounds]
+
+
+class _OneTensorPlanner(DefaultLoadPlanner):
+    """Fills a tensor that is in no state dict."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._tensor
+
+
+def _load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """What lies at or below `keys`, or everything, as whole CPU tensors on every rank."""
+    reader = _choose_reader(storage_reader, checkpoint_id)
+    return _read_keys(keys, reader, process_group, False, False)
+
+
+def _read_keys(
+    keys: set[str] | str | None,
+    reader: StorageReader,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    allow_pickle: bool,
+) -> dict[str, Any]:
+    state_dict: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys)
+    planner.allow_pickle = allow_pickle
+    _load(state_dict, reader, process_group, 0, no_dist, planner, _Options())
+    return state_dict
+
+
+def _choose_reader(
+    storage_reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None
+) -> StorageReader:
+    if storage_reader is not None:
+        if checkpoint_id is not None:
+            storage_reader.reset(checkpoint_id)
+        return storage_reader
+    if not checkpoint_id:
+        raise RuntimeError("say what to load: pass checkpoint_id or storage_reader")
+    if not FileSystemReader.validate_checkpoint_id(checkpoint_id):
+        raise RuntimeError(
+            f"no storage is known for {checkpoint_id!r}: pass a directory, or a storage_reader"
+        )
+    reader = FileSystemReader(checkpoint_id)
+    reader.reset(checkpoint_id)
+    return reader
+
+
+@dataclass
+class _Options:
+    exact: bool = False
+    rename: Rename | None = None
+
+
+def _load(
+    state_dict: dict[str, Any],
+    reader: StorageReader,
+    process_group: dist.ProcessGroup | None,
+    coordinator_rank: int,
+    no_dist: bool,
+    planner: LoadPlanner,
+    options: _Options,
+) -> LoadReport:
+    began = time.perf_counter()
+    use_dist = not no_dist and dist.is_available() and dist.is_initialized()
+    channel = open_channel(process_group, use_dist, coordinator_rank)
+    with channel:
+        report = _Load(state_dict, reader, planner, channel, options).run()
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+class _Load:
+    """One load, as one rank sees it."""
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        reader: StorageReader,
+        planner: LoadPlanner,
+        channel: Channel,
+        options: _Options,
+    ) -> None:
+        self.state_dict = state_dict
+        self.reader = reader
+        self.planner = planner
+        self.channel = channel
+        self.options = options
+        self.report = LoadReport()
+        self.plan: LoadPlan
+
+    def run(self) -> LoadReport:
+        reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
+        if reply:
+            self.plan = decode_load_plan(reply)
+        self.channel.gather_scatter("read", self.read, lambda messages: messages)
+        return self.report
+
+    def plan_locally(self) -> bytes:
+        channel, reader, planner = self.channel, self.reader, self.planner
+        metadata = reader.read_metadata()
+        seen = _renamed(metadata, self.options.rename)
+        template, self.rank_values = choose_rank_values(
+            self.state_dict, channel.rank, channel.world_size, seen.state_dict_metadata
+        )
+        self.template = template
+        planner.set_up_planner(template, seen, channel.is_coordinator)
+        if takes_any_keyword(reader.set_up_storage_reader):
+            reader.set_up_storage_reader(
+                metadata, channel.is_coordinator, rank=channel.rank, use_collectives=True
+            )
+        else:
+            reader.set_up_storage_reader(metadata, channel.is_coordinator)
+        self.plan = reader.prepare_local_plan(planner.create_local_plan())
+        self._compare_keys(seen)
+        return b"" if self._plans_alone() else encode_load_plan(self.plan)
+
+    def _compare_keys(self, metadata: Metadata) -> None:
+        stored = metadata.state_dict_metadata
+        wanted = getattr(self.planner, "state_dict", self.template)
+        report = self.report
+        report.loaded = [name for name in wanted if name in stored]
+        report.missing = [name for name in wanted if name not in stored]
+        report.unexpected = [name for name in stored if name not in wanted]
+        if self.options.exact and report.unexpected:
+            shown = ", ".join(map(repr, report.unexpected[:5]))
+            raise MissingKeyError(
+                f"the checkpoint has {len(report.unexpected)} keys that the state dict does not "
+                f"ask for, such as {shown}. Add them, or load with strict=True"
+            )
+
+    def _plans_alone(self) -> bool:
+        """Whether the global step changes nothing, so that plans need not travel."""
+        return (
+            getattr(type(self.planner), "create_global_plan", None)
+            is DefaultLoadPlanner.create_global_plan
+            and type(self.reader).prepare_global_plan is FileSystemReader.prepare_global_plan
+        )
+
+    def plan_globally(self, messages: Sequence[bytes]) -> Sequence[bytes]:
+        if not any(messages):
+            return messages
+        plans = self.planner.create_global_plan([decode_load_plan(m) for m in messages])
+        return [encode_load_plan(plan) for plan in self.reader.prepare_global_plan(plans)]
+
+    def read(self) -> bytes:
+        final = self.planner.finish_plan(self.plan)
+        before = getattr(self.reader, "bytes_read", 0)
+        self.reader.read_data(final, self.planner).wait()
+        self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
+        self._unwrap()
+        return b""
+
+    def _unwrap(self) -> None:
+        """Give marked values back without the mark, under their own name."""
+        if self.template is not self.state_dict:
+            for key in self.state_dict:
+                self.state_dict[key] = _unmarked(
+                    self.state_dict[key], self.template[key], (key,), self.rank_values
+                )
+
+
+def _unmarked(
+    original: Any, loaded: Any, path: tuple[Any, ...], chosen: Mapping[tuple[Any, ...], str]
+) -> Any:
+    if isinstance(original, PerRank):
+        return loaded[chosen[path]] if path in chosen else original.value
+    if isinstance(original, dict) and original is not loaded:
+        return {
+            key: _unmarked(inner, loaded[key], (*path, key), chosen)
+            for key, inner in original.items()
+        }
+    if isinstance(original, list) and original is not loaded:
+        return [_unmarked(inner, loaded[i], (*path, i), chosen) for i, inner in enumerate(original)]
+    return loaded
+
+
+def _renamed(metadata: Metadata, rename: Rename | None) -> Metadata:
+    """Metadata with the names of the state dict; data stays under the stored names."""
+    if rename is None:
+        return metadata
+    change = rename if callable(rename) else _prefix_rename(rename)
+    entries: dict[str, STORAGE_TYPES] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        new = change(name)
+        if new in entries:
+            raise ValueError(f"rename gives two keys of the checkpoint the name {new!r}")
+        entries[new] = (
+            entry if new == name else dataclasses.replace(entry, alias_of=entry.alias_of or name)
+        )
+    return dataclasses.replace(metadata, state_dict_metadata=entries)
+
+
+def _prefix_rename(rename: Mapping[str, str]) -> Callable[[str], str]:
+    def change(name: str) -> str:
+        parts = name.split(".")
+        for depth in range(len(parts), 0, -1):
+            prefix = ".".join(parts[:depth])
+            if prefix in rename:
+                return ".".join([rename[prefix], *parts[depth:]])
+        return name
+
+    return change

@@ -1,0 +1,1 @@
+"""Where bytes live: keys to bytes, nothing about tensors."""

@@ -1,0 +1,139 @@
+"""Files in a directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["LocalStore"]
+
+_MOST_BUFFERS = 1024
+"""How many buffers one call of preadv and pwritev takes (IOV_MAX on Linux)."""
+
+
+class LocalStore:
+    """A directory. `system` is the os module; tests put a failing one in its place."""
+
+    def __init__(self, path: str | os.PathLike[str], system: ModuleType | Any = os) -> None:
+        self.path = Path(path)
+        self._system = system
+
+    @property
+    def location(self) -> str:
+        return str(self.path)
+
+    def create(self) -> None:
+        missing = [self.path, *self.path.parents]
+        missing = missing[: next(i for i, path in enumerate(missing) if path.is_dir())]
+        self._system.makedirs(self.path, exist_ok=True)
+        # The name of a new directory is stored in its parent.
+        for path in missing:
+            self._sync_directory(path.parent)
+
+    def open_writer(self, key: str, nbytes: int) -> _LocalWriter:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        path = self.path / key
+        return _LocalWriter(path, self._system.open(path, flags, 0o666), self._system)
+
+    def open_reader(self, key: str) -> _LocalReader:
+        path = self.path / key
+        return _LocalReader(path, self._system.open(path, os.O_RDONLY | os.O_CLOEXEC), self._system)
+
+    def sync(self) -> None:
+        self._sync_directory(self.path)
+
+    def commit(self, key: str, data: bytes) -> None:
+        # One name for each process: two that commit at once must not share a file.
+        draft = self.path / f"{key}.{os.getpid()}.draft"
+        writer = self.open_writer(draft.name, len(data))
+        try:
+            writer.write(0, [memoryview(data)])
+            writer.sync()
+        finally:
+            writer.close()
+        self._system.rename(draft, self.path / key)
+        self._sync_directory(self.path)
+
+    def list(self) -> list[str]:
+        try:
+            return sorted(self._system.listdir(self.path))
+        except FileNotFoundError:
+            return []
+
+    def delete(self, key: str) -> None:
+        try:
+            self._system.unlink(self.path / key)
+        except FileNotFoundError:
+            return
+
+    def _sync_directory(self, path: Path) -> None:
+        descriptor = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._system.fsync(descriptor)
+        finally:
+            self._system.close(descriptor)
+
+
+class _LocalFile:
+    def __init__(self, path: Path, descriptor: int, system: Any) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._system = system
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            self._system.close(descriptor)
+
+    def _transfer(
+        self,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        offset: int,
+        buffers: Sequence[memoryview],
+        when_stuck: Callable[[int], OSError],
+    ) -> None:
+        """Repeat a call that may transfer less than it was asked to."""
+        for begin in range(0, len(buffers), _MOST_BUFFERS):
+            rest = list(buffers[begin : begin + _MOST_BUFFERS])
+            while rest:
+                count = call(self._descriptor, rest, offset)
+                if count <= 0 and any(len(buffer) for buffer in rest):
+                    raise when_stuck(offset)
+                offset += count
+                while rest and count >= len(rest[0]):
+                    count -= len(rest.pop(0))
+                if rest and count:
+                    rest[0] = rest[0][count:]
+
+
+class _LocalWriter(_LocalFile):
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._transfer(self._system.pwritev, offset, buffers, self._stuck)
+
+    def _stuck(self, offset: int) -> OSError:
+        return OSError(
+            errno.EIO, f"the disk takes no more bytes at offset {offset}", str(self._path)
+        )
+
+    def sync(self) -> None:
+        self._system.fsync(self._descriptor)
+
+
+class _LocalReader(_LocalFile):
+    def __init__(self, path: Path, descriptor: int, system: Any) -> None:
+        super().__init__(path, descriptor, system)
+        self.nbytes: int = system.fstat(descriptor).st_size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._transfer(self._system.preadv, offset, buffers, self._cut_short)
+
+    def _cut_short(self, offset: int) -> OSError:
+        return OSError(
+            errno.EIO,
+            f"the file ends at {offset}, before the data that it should hold",
+            str(self._path),
+        )

@@ -1,0 +1,39 @@
+"""Items and chunks made of torch's own classes, turned into ours.
+
+Tensor subclasses that implement torch's checkpointable protocol build them with the
+classes of `torch.distributed.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reshard.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+
+__all__ = ["to_chunk", "to_index", "to_properties"]
+
+
+def to_chunk(chunk: Any) -> ChunkStorageMetadata:
+    if isinstance(chunk, ChunkStorageMetadata):
+        return chunk
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+
+
+def to_index(index: Any) -> MetadataIndex:
+    if isinstance(index, MetadataIndex):
+        return index
+    return MetadataIndex(index.fqn, index.offset, index.index)
+
+
+def to_properties(properties: Any) -> TensorProperties:
+    if isinstance(properties, TensorProperties):
+        return properties
+    return TensorProperties(
+        dtype=properties.dtype,
+        layout=properties.layout,
+        requires_grad=properties.requires_grad,
+        memory_format=properties.memory_format,
+        pin_memory=properties.pin_memory,
+    )

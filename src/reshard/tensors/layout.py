@@ -1,0 +1,104 @@
+"""Which part of a tensor a rank holds, given a mesh and placements: integers only.
+
+Along one dimension the part is a list of runs `(start, length)`. It is a single run
+except for strided placements, which interleave. Sharding left to right over the mesh
+dimensions, as DTensor does, cuts the list of runs again and again; the regions are the
+products of the runs of all dimensions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+__all__ = ["Cut", "Region", "local_regions"]
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh dimension that shards a tensor dimension.
+
+    `parts` ranks share the dimension and this one is number `index` of them. A
+    `split_factor` above 1 makes the cut strided: the dimension is first cut into that
+    many pieces, and each piece is shared by all.
+    """
+
+    dim: int
+    parts: int
+    index: int
+    split_factor: int = 1
+
+
+class Region(NamedTuple):
+    """A box of a tensor, and where it begins in the local tensor that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+
+
+@lru_cache(maxsize=1 << 14)
+def local_regions(
+    shape: tuple[int, ...], cuts: tuple[Cut, ...], right_to_left: bool = False
+) -> tuple[Region, ...]:
+    """The regions of a tensor of `shape` that are left on this rank after all `cuts`.
+
+    There is always at least one; it is empty, and begins at the end of the dimension,
+    when the rank got nothing. With `right_to_left`, cuts are made in reverse and each
+    is a plain one: the order in which FSDP shards what tensor parallelism sharded.
+    """
+    runs: list[Runs] = [((0, size),) for size in shape]
+    for cut in reversed(cuts) if right_to_left else cuts:
+        pieces: list[Runs] = [runs[cut.dim]]
+        if cut.split_factor > 1 and not right_to_left:
+            pieces = [_part(runs[cut.dim], cut.split_factor, i) for i in range(cut.split_factor)]
+        kept = itertools.chain.from_iterable(_part(p, cut.parts, cut.index) for p in pieces)
+        runs[cut.dim] = _joined(kept) or ((shape[cut.dim], 0),)
+    return tuple(_products(runs))
+
+
+def _part(runs: Runs, parts: int, index: int) -> Runs:
+    """Number `index` of `parts` parts, sized as torch.chunk sizes them."""
+    total = sum(length for _, length in runs)
+    full = -(-total // parts)
+    low, high = min(full * index, total), min(full * (index + 1), total)
+    kept, position = [], 0
+    for start, length in runs:
+        begin, end = max(low - position, 0), min(high - position, length)
+        if begin < end:
+            kept.append((start + begin, end - begin))
+        position += length
+    return tuple(kept)
+
+
+def _joined(runs: itertools.chain[tuple[int, int]]) -> Runs:
+    """Runs with neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for start, length in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return tuple(joined)
+
+
+def _products(runs: Sequence[Runs]) -> list[Region]:
+    placed = []
+    for dim_runs in runs:
+        positions = itertools.accumulate((length for _, length in dim_runs), initial=0)
+        placed.append(
+            [(*run, position) for run, position in zip(dim_runs, positions, strict=False)]
+        )
+    return [
+        Region(
+            tuple(start for start, _, _ in choice),
+            tuple(length for _, length, _ in choice),
+            tuple(position for _, _, position in choice),
+        )
+        for choice in itertools.product(*placed)
+    ]

@@ -1,0 +1,67 @@
+"""Memory for tensors that are on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from reshard.api import UnsupportedLayoutError
+
+__all__ = ["materialise"]
+
+
+def materialise(value: Any) -> Any:
+    """`value` with every meta tensor in it replaced; dicts and lists change in place."""
+    if isinstance(value, torch.Tensor):
+        return _with_memory(value) if _is_meta(value) else value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            value[key] = materialise(inner)
+    elif isinstance(value, list):
+        value[:] = [materialise(inner) for inner in value]
+    elif isinstance(value, tuple):
+        changed = [materialise(inner) for inner in value]
+        if any(new is not old for new, old in zip(changed, value, strict=True)):
+            return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    return value
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, ShardedTensor):
+        # It answers for a single local shard only.
+        return any(shard.tensor.is_meta for shard in tensor.local_shards())
+    return tensor.is_meta
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, ShardedTensor):
+        raise UnsupportedLayoutError(
+            "a ShardedTensor on the meta device cannot be given memory; materialise it before "
+            "the load"
+        )
+    device = _default_device()
+    if isinstance(tensor, DTensor):
+        return DTensor.from_local(
+            torch.empty_like(tensor._local_tensor, device=device),
+            device_mesh=tensor.device_mesh,
+            placements=tensor.placements,
+            run_check=False,
+            # Given explicitly, since they cannot be inferred from an uneven shard.
+            shape=tensor.size(),
+            stride=tensor.stride(),
+        )
+    return torch.empty_like(tensor, device=device)
+
+
+def _default_device() -> torch.device:
+    """Where this rank computes: the device of the default group, or the CPU without one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return torch.device("cpu")
+    kind = dist.distributed_c10d._get_pg_default_device().type
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,272 @@
+"""Values of a state dict as shards: regions of a global tensor with local memory.
+
+Knows DTensor, ShardedTensor (also nested in one another), plain tensors, and tensor
+subclasses that describe themselves through torch's checkpointable protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from reshard.api import PlanError, UnsupportedLayoutError
+from reshard.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
+from reshard.tensors.foreign import to_chunk
+from reshard.tensors.layout import Cut, Region, local_regions
+
+__all__ = [
+    "DTensorReader",
+    "LocalShard",
+    "describes_itself",
+    "find_tensor_shard",
+    "find_state_dict_object",
+    "is_dense",
+    "is_plain",
+    "is_sharded",
+    "local_chunks",
+    "local_shards",
+    "plain_local_tensor",
+    "shards_of_all_ranks",
+    "takes_part",
+]
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class Mesh(Protocol):
+    """What is used of torch's DeviceMesh."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def get_coordinate(self) -> Sequence[int] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A region of a tensor, and the memory that holds it here."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+class DTensorReader:
+    """Reads the layout of DTensors, remembering meshes and placements it has seen.
+
+    A model has thousands of DTensors but few layouts. Make one for each planning call:
+    meshes are remembered by identity.
+    """
+
+    def __init__(self) -> None:
+        self._meshes: dict[int, tuple[Mesh, tuple[int, ...], Sequence[int] | None]] = {}
+        self._cuts: dict[tuple[int, tuple[Any, ...]], tuple[Cut, ...]] = {}
+
+    def cuts(self, fqn: str, tensor: DTensor) -> tuple[Cut, ...] | None:
+        """How the tensor is cut for this rank; None if it is not part of the mesh."""
+        mesh, placements = tensor._spec.mesh, tensor._spec.placements
+        known = self._meshes.get(id(mesh))
+        if known is None:
+            known = (mesh, tuple(mesh.shape), mesh.get_coordinate())
+            self._meshes[id(mesh)] = known
+        if known[2] is None:
+            return None
+        key = (id(mesh), placements)
+        cuts = self._cuts.get(key)
+        if cuts is None:
+            cuts = self._cuts[key] = _cuts(fqn, known[1], known[2], placements)
+        return cuts
+
+    def regions(self, fqn: str, tensor: DTensor) -> tuple[Region, ...]:
+        """The regions that this rank holds; none if it is not part of the mesh."""
+        cuts = self.cuts(fqn, tensor)
+        if cuts is None:
+            return ()
+        shape = tuple(tensor._spec.shape)
+        local_shape = tuple(tensor._local_tensor.shape)
+        regions = local_regions(shape, cuts)
+        if _extent(regions) == local_shape:
+            return regions
+        if any(cut.split_factor > 1 for cut in cuts):
+            # Uneven FSDP over tensor parallelism: the strided placement describes an
+            # even split, but the data was cut by tensor parallelism first.
+            regions = local_regions(shape, cuts, right_to_left=True)
+            if _extent(regions) == local_shape:
+                return regions
+        raise UnsupportedLayoutError(
+            f"{fqn!r}: the local tensor has shape {local_shape}, but placements "
+            f"{tensor._spec.placements} on a mesh of shape {tuple(tensor._spec.mesh.shape)} "
+            f"give this rank {_extent(regions)} of {shape}. Pass "
+            "`shape` and `stride` to DTensor.from_local when shards are uneven"
+        )
+
+
+def _extent(regions: Sequence[Region]) -> tuple[int, ...]:
+    """The shape of the local tensor that holds `regions`, the last of which ends it."""
+    last = regions[-1]
+    return tuple(a + b for a, b in zip(last.local_offsets, last.sizes, strict=True))
+
+
+def _cuts(
+    fqn: str, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+) -> tuple[Cut, ...]:
+    cuts = []
+    for mesh_dim, placement in enumerate(placements):
+        parts, index = int(mesh_shape[mesh_dim]), int(coordinate[mesh_dim])
+        if isinstance(placement, _StridedShard):
+            cuts.append(Cut(placement.dim, parts, index, int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            cuts.append(Cut(placement.dim, parts, index))
+        elif not isinstance(placement, Replicate):
+            raise UnsupportedLayoutError(
+                f"{fqn!r} has the placement {placement} on mesh dimension {mesh_dim}: its value "
+                "is not known until it is reduced. Call redistribute() to Shard or Replicate "
+                "before saving or loading it"
+            )
+    return tuple(cuts)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` is a tensor whose own memory is all there is to it."""
+    return type(value) in _PLAIN
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether `value` may be a part of a tensor that lives on several ranks."""
+    return isinstance(value, DTensor | ShardedTensor)
+
+
+def plain_local_tensor(value: Any) -> torch.Tensor | None:
+    """The local tensor of a DTensor over a plain tensor; None for anything else."""
+    if type(value) is DTensor and type(value._local_tensor) in _PLAIN:
+        return value._local_tensor
+    return None
+
+
+def shards_of_all_ranks(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
+    """Offsets and sizes of the shards of a ShardedTensor on all ranks; None if it is none."""
+    if not isinstance(value, ShardedTensor):
+        return None
+    return [
+        (tuple(shard.shard_offsets), tuple(shard.shard_sizes))
+        for shard in value.metadata().shards_metadata
+    ]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one block of elements, rather than sparse or quantized."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def describes_itself(value: Any, method: str) -> bool:
+    """Whether `value` implements `method` of the checkpointable protocol by its own code.
+
+    A DTensor has the methods too, but passes the question on to its local tensor.
+    """
+    if is_plain(value):
+        return False
+    own = getattr(type(value), method, None)
+    if isinstance(value, DTensor) and own is getattr(DTensor, method):
+        return hasattr(value._local_tensor, method)
+    return own is not None
+
+
+def takes_part(fqn: str, value: Any, reader: DTensorReader | None = None) -> bool:
+    """Whether this rank holds a part of `value`; raises if its layout cannot be stored."""
+    if not isinstance(value, DTensor):
+        return True
+    return (reader or DTensorReader()).cuts(fqn, value) is not None
+
+
+def local_shards(
+    fqn: str, value: torch.Tensor, reader: DTensorReader | None = None
+) -> Iterator[LocalShard]:
+    """The shards of `value` on this rank, nested sharded tensors resolved."""
+    if isinstance(value, DTensor):
+        local = value._local_tensor
+        regions = (reader or DTensorReader()).regions(fqn, value)
+        for region in regions:
+            view = (
+                local if len(regions) == 1 else _narrow(local, region.local_offsets, region.sizes)
+            )
+            yield LocalShard(region.offsets, region.sizes, view)
+    elif isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            outer = tuple(shard.metadata.shard_offsets)
+            if isinstance(shard.tensor, ShardedTensor | DTensor):
+                for inner in local_shards(fqn, shard.tensor, reader):
+                    offsets = tuple(a + b for a, b in zip(outer, inner.offsets, strict=True))
+                    yield LocalShard(offsets, inner.sizes, inner.tensor)
+            else:
+                yield LocalShard(outer, tuple(shard.metadata.shard_sizes), shard.tensor)
+    else:
+        yield LocalShard((0,) * value.dim(), tuple(value.shape), value)
+
+
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def local_chunks(fqn: str, value: Any) -> list[ChunkStorageMetadata]:
+    """The regions of `value` that this rank wants to fill."""
+    if describes_itself(value, "__create_chunk_list__"):
+        if not takes_part(fqn, value):
+            return []
+        return [to_chunk(chunk) for chunk in value.__create_chunk_list__()]
+    if not isinstance(value, torch.Tensor):
+        raise PlanError(f"{fqn!r} is a {type(value).__name__}, which has no regions to load")
+    return [
+        ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
+        for shard in local_shards(fqn, value)
+    ]
+
+
+def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    """The local memory of the shard that `index` names."""
+    value = tensor
+    if describes_itself(value, "__get_tensor_shard__"):
+        own: torch.Tensor = value.__get_tensor_shard__(index)  # type: ignore[attr-defined]
+        return own
+    if isinstance(value, DTensor | ShardedTensor):
+        shards = list(local_shards(index.fqn, value))
+        if index.offset is None:
+            if len(shards) == 1:
+                return shards[0].tensor
+            raise ValueError(
+                f"{index.fqn!r} has {len(shards)} shards here; say which by its offset"
+            )
+        wanted = tuple(index.offset)
+        for shard in shards:
+            if shard.offsets == wanted:
+                return shard.tensor
+        raise ValueError(
+            f"no shard of {index.fqn!r} on this rank starts at {wanted}; there are shards at "
+            f"{[shard.offsets for shard in shards]}"
+        )
+    if index.offset is not None and any(index.offset):
+        raise ValueError(
+            f"{index.fqn!r} is one whole tensor here; there is no shard at {tuple(index.offset)}"
+        )
+    return value
+
+
+def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) -> Any:
+    """The value that `index` names; of a sharded tensor, the local memory of the shard."""
+    if index.fqn not in state_dict:
+        raise ValueError(f"there is no {index.fqn!r} in the state dict")
+    value = state_dict[index.fqn]
+    if isinstance(value, torch.Tensor):
+        return find_tensor_shard(value, index)
+    if index.offset is not None:
+        raise ValueError(
+            f"{index.fqn!r} is a {type(value).__name__}, which has no part at {tuple(index.offset)}"
+        )
+    return value

@@ -1,0 +1,535 @@
+"""Ours accepts every call that torch.distributed.checkpoint accepts.
+
+What differs on purpose stands in docs/differences.md, which is read here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import importlib.util
+import inspect
+import io
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import reshard
+from reshard import api
+
+# Names that torch does not list in an __all__ but that people import all the same.
+ALSO_USED = {
+    "": [name for name in vars(dcp) if not name.startswith("_")],
+    "api": ["_wrap_exception", "_is_wrapped_exception", "WRAPPED_EXCEPTION"],
+    "metadata": ["STATE_DICT_TYPE", "STORAGE_TYPES"],
+    "default_planner": [
+        "_EmptyStateDictLoadPlanner",
+        "_create_default_local_metadata",
+        "_validate_global_plan",
+    ],
+    "planner_helpers": [
+        "_create_write_items",
+        "_create_read_items",
+        "_init_state_dict",
+        "_create_default_metadata_only_plan",
+    ],
+    "_nested_dict": ["flatten_state_dict", "unflatten_state_dict", "FLATTEN_MAPPING"],
+    "_traverse": ["OBJ_PATH"],
+    "_sharded_tensor_utils": ["_flatten_sharded_tensors"],
+}
+MODULES = [
+    "",
+    "api",
+    "metadata",
+    "planner",
+    "storage",
+    "stateful",
+    "default_planner",
+    "planner_helpers",
+    "utils",
+    "_nested_dict",
+    "_traverse",
+    "_dedup_save_plans",
+    "_sharded_tensor_utils",
+    "filesystem",
+    "state_dict_saver",
+    "state_dict_loader",
+]
+# Name -> the feature that brings it. Shrinks as features land; a stale entry fails.
+NOT_YET = {
+    "async_save": "asynchronous saves",
+    "load_sharded_optimizer_state_dict": "optimizer",
+    "HuggingFaceStorageWriter": "Hugging Face storage",
+    "HuggingFaceStorageReader": "Hugging Face storage",
+    "QuantizedHuggingFaceStorageReader": "Hugging Face storage",
+    "_traverse.print_tensor": "command line",
+    "filesystem.FileSystem": "stores",
+    "filesystem.FileSystemBase": "stores",
+    "filesystem.SerializationFormat": "stores",
+    "filesystem.FileSystemWriter.close": "asynchronous saves",
+    "filesystem.FileSystemWriter.should_synchronize_after_execute": "asynchronous saves",
+    "filesystem.FileSystemWriter.stage": "asynchronous saves",
+    "filesystem.FileSystemWriter.synchronize_staging": "asynchronous saves",
+    "state_dict_saver.async_save": "asynchronous saves",
+    "state_dict_saver.AsyncCheckpointerType": "asynchronous saves",
+    "state_dict_saver.AsyncSaveResponse": "asynchronous saves",
+    "format_utils": "conversion",
+    "hf_storage": "Hugging Face storage",
+    "quantized_hf_storage": "Hugging Face storage",
+    "optimizer": "optimizer",
+    "staging": "asynchronous saves",
+    "state_dict": "save",
+}
+# Modules that no user code imports from: logging of torch's own, and a geometry helper.
+INTERNAL = {"logger", "logging_handlers", "resharding"}
+DIFFERENCES = Path(__file__).parents[2] / "docs" / "differences.md"
+
+
+def all_modules() -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(dcp.__path__)}
+
+
+def theirs_of(module: str) -> Any:
+    return importlib.import_module(f"torch.distributed.checkpoint.{module}".rstrip("."))
+
+
+def ours_of(module: str) -> Any:
+    return importlib.import_module(f"reshard.{module}".rstrip("."))
+
+
+def public_names(module: str) -> list[str]:
+    theirs = theirs_of(module)
+    names = [*getattr(theirs, "__all__", []), *ALSO_USED.get(module, [])]
+    return [name for name in names if not inspect.ismodule(getattr(theirs, name))]
+
+
+def qualified(module: str, name: str) -> str:
+    return f"{module}.{name}".lstrip(".")
+
+
+ALL_NAMES = [(module, name) for module in MODULES for name in public_names(module)]
+PRESENT = [pair for pair in ALL_NAMES if qualified(*pair) not in NOT_YET]
+
+
+# What a difference is
+
+
+def parameter_problems(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:
+    """Why some call of `theirs` would not be understood the same way by `ours`."""
+    problems = []
+    our_parameters = list(ours.parameters.values())
+    by_name = ours.parameters
+    for position, parameter in enumerate(theirs.parameters.values()):
+        mine = by_name.get(parameter.name)
+        if mine is None:
+            problems.append(f"has no parameter {parameter.name!r}")
+            continue
+        positional = parameter.kind in (
+            parameter.POSITIONAL_ONLY,
+            parameter.POSITIONAL_OR_KEYWORD,
+        )
+        if mine.kind is not parameter.kind:
+            problems.append(f"takes {parameter.name!r} as {mine.kind.description}")
+        elif positional and our_parameters.index(mine) != position:
+            problems.append(f"has {parameter.name!r} in another position")
+        if parameter.default is not parameter.empty and mine.default != parameter.default:
+            problems.append(f"has another default for {parameter.name!r}: {mine.default!r}")
+    for parameter in our_parameters:
+        optional = parameter.default is not parameter.empty or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        )
+        if parameter.name not in theirs.parameters and not optional:
+            problems.append(f"requires {parameter.name!r}, which they do not know")
+    return problems
+
+
+def own_methods(cls: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and __init__, wherever in the hierarchy below `object` they are."""
+    for name, member in inspect.getmembers(cls):
+        inherited = getattr(object, name, None) is member or hasattr(BaseException, name)
+        if (name == "__init__" or not name.startswith("_")) and not (
+            inherited and name != "__init__"
+        ):
+            yield name, member
+
+
+def class_problems(theirs: type, ours: type) -> Iterator[tuple[str, str]]:
+    """(member or "", problem) for everything in which `ours` is not what `theirs` is."""
+    for base in (Exception, ValueError, RuntimeError, enum.Enum, dict, list):
+        if issubclass(theirs, base) and not issubclass(ours, base):
+            yield "", f"is not a {base.__name__}"
+    if issubclass(ours, Exception) and not issubclass(theirs, Exception):
+        yield "", "is an Exception"
+    if issubclass(theirs, enum.Enum):
+        if {m.name: m.value for m in theirs} != {m.name: m.value for m in ours}:
+            yield "", "has other members"
+        return
+    if dataclasses.is_dataclass(theirs):
+        if theirs.__dataclass_params__.frozen != ours.__dataclass_params__.frozen:
+            yield "", "is not as frozen"
+        if theirs.__dataclass_params__.eq != ours.__dataclass_params__.eq:
+            yield "", "compares in another way"
+        yield from field_problems(theirs, ours)
+    for name, member in own_methods(theirs):
+        mine = getattr(ours, name, None)
+        if mine is None:
+            yield name, "is missing"
+        elif callable(member) and signature(member) and not isinstance(member, type):
+            for problem in parameter_problems(signature(member), signature(mine)):
+                yield ("" if name == "__init__" else name), problem
+        elif getattr(member, "__isabstractmethod__", False) < getattr(
+            mine, "__isabstractmethod__", False
+        ):
+            yield name, "must be implemented"
+
+
+def field_problems(theirs: type, ours: type) -> Iterator[tuple[str, str]]:
+    their_fields = [field.name for field in dataclasses.fields(theirs)]
+    our_fields = [field.name for field in dataclasses.fields(ours)]
+    if our_fields[: len(their_fields)] != their_fields:
+        yield "", f"has the fields {our_fields}, not {their_fields}"
+    for name in our_fields[len(their_fields) :]:
+        yield name, "is a field that they do not have"
+    types = {field.name: str(field.type) for field in dataclasses.fields(theirs)}
+    for field in dataclasses.fields(ours):
+        was_list = types.get(field.name, "").startswith("list[")
+        if was_list and not str(field.type).startswith("list["):
+            yield field.name, f"is a {field.type}"
+
+
+def signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def problems_of(module: str, name: str) -> Iterator[tuple[str, str]]:
+    """(qualified name, problem) for one public name."""
+    theirs, ours = getattr(theirs_of(module), name), getattr(ours_of(module), name, None)
+    label = qualified(ours_home(ours) or module, name)
+    if ours is None:
+        yield label, "is missing"
+    elif inspect.isclass(theirs):
+        for member, problem in class_problems(theirs, ours):
+            yield f"{label}.{member}".rstrip("."), problem
+    elif inspect.isfunction(theirs):
+        for problem in parameter_problems(inspect.signature(theirs), inspect.signature(ours)):
+            yield label, problem
+
+
+def ours_home(member: Any) -> str:
+    """The module under which DCP users know a class that the front door re-exports."""
+    if not inspect.isclass(member):
+        return ""
+    home = getattr(member, "__module__", "").removeprefix("reshard").lstrip(".")
+    return home if home in MODULES else ""
+
+
+def table() -> dict[str, list[str]]:
+    """The rows of docs/differences.md: name -> the other cells."""
+    rows: dict[str, list[str]] = {}
+    for line in DIFFERENCES.read_text().splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+        if cells and (match := re.fullmatch(r"`([^`]+)`", cells[0])):
+            assert match[1] not in rows, f"{match[1]} has two rows"
+            rows[match[1]] = cells[1:]
+    return rows
+
+
+# The two libraries, asked the same thing
+
+
+@dataclasses.dataclass
+class Library:
+    root: Any
+
+    def __getattr__(self, module: str) -> Any:
+        return importlib.import_module(f"{self.root.__name__}.{module}")
+
+    def plan(self, *state_dicts: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+        planners = [self.root.DefaultSavePlanner(**options) for _ in state_dicts]
+        for planner, state_dict in zip(planners, state_dicts, strict=True):
+            planner.set_up_planner(state_dict, is_coordinator=planner is planners[0])
+        plans = [planner.create_local_plan() for planner in planners]
+        return planners[0].create_global_plan(plans)
+
+    def shard(self, fqn: str, start: int, length: int, total: int) -> Any:
+        chunk = self.root.ChunkStorageMetadata(torch.Size([start]), torch.Size([length]))
+        properties = self.metadata.TensorProperties(torch.float32)
+        return self.root.WriteItem(
+            self.metadata.MetadataIndex(fqn, [start]),
+            self.planner.WriteItemType.SHARD,
+            tensor_data=self.planner.TensorWriteData(chunk, properties, torch.Size([total])),
+        )
+
+
+def raised_by(action: Callable[[], Any]) -> type[BaseException] | None:
+    try:
+        action()
+    except BaseException as error:  # noqa: BLE001 - DCP's own exception is one
+        return type(error)
+    return None
+
+
+def items_are_a_list(library: Library) -> bool:
+    plans, _ = library.plan({"w": torch.ones(2)})
+    return isinstance(plans[0].items, list)
+
+
+def load_items_are_a_list(library: Library) -> bool:
+    _, metadata = library.plan({"w": torch.ones(2)})
+    planner = library.root.DefaultLoadPlanner()
+    planner.set_up_planner({"w": torch.ones(2)}, metadata)
+    return isinstance(planner.create_local_plan().items, list)
+
+
+def chunk_order(library: Library) -> list[int]:
+    later, earlier = library.shard("w", 2, 2, 4), library.shard("w", 0, 2, 4)
+    plans = [library.root.SavePlan([later]), library.root.SavePlan([earlier])]
+    _, metadata = library.default_planner.create_default_global_save_plan(plans)
+    return [chunk.offsets[0] for chunk in metadata.state_dict_metadata["w"].chunks]
+
+
+def names_written_for_tied_weights(library: Library) -> list[str]:
+    weight = torch.ones(2)
+    plans, _ = library.plan({"a": weight, "b": weight})
+    return [item.index.fqn for item in plans[0].items]
+
+
+def another_planner_uses_the_cache(library: Library) -> bool:
+    """Whether a new planner finds the plan that another one left behind."""
+    plans = []
+    for _ in range(2):
+        planner = library.root.DefaultSavePlanner(enable_plan_caching=True)
+        planner.set_up_planner({"w": torch.ones(2)})
+        plans.append(planner.create_local_plan())
+        planner.finish_plan(planner.create_global_plan(plans[-1:])[0][0])
+    for attribute in vars(dcp.SavePlanner).values():
+        if isinstance(attribute, dict):
+            attribute.clear()
+    return not plans[1].usable
+
+
+def error_of_a_gap(library: Library) -> type[BaseException] | None:
+    halves = [[library.shard("w", 0, 1, 4)], [library.shard("w", 2, 2, 4)]]
+    plans = [library.root.SavePlan(items, planner_data={}) for items in halves]
+    return raised_by(lambda: library.root.DefaultSavePlanner().create_global_plan(plans))
+
+
+def error_of_an_unsafe_value(library: Library) -> type[BaseException] | None:
+    planner = library.root.DefaultLoadPlanner()
+    _, metadata = library.plan({"v": 1})
+    planner.set_up_planner({"v": 1}, metadata)
+    (item,) = planner.create_local_plan().items
+    stored = io.BytesIO()
+    torch.save(Path("a"), stored)
+    stored.seek(0)
+    return raised_by(lambda: planner.load_bytes(item, stored))
+
+
+def errors_of_a_load(library: Library) -> list[type[BaseException] | None]:
+    _, metadata = library.plan({"w": torch.ones(2)})
+    short = library.plan({"w": torch.ones(2)})[1]
+    short.state_dict_metadata["w"].chunks.clear()
+    make = library.default_planner.create_default_local_load_plan
+    return [
+        raised_by(lambda: make({"other": torch.ones(2)}, metadata)),
+        raised_by(lambda: make({"w": torch.ones(3)}, metadata)),
+        raised_by(lambda: make({"w": torch.ones(2)}, short)),
+    ]
+
+
+def error_of_two_writers(library: Library) -> type[BaseException] | None:
+    plan = library.default_planner.create_default_local_save_plan({"w": torch.ones(2)}, True)
+    combine = library.default_planner.create_default_global_save_plan
+    return raised_by(lambda: combine([plan, plan]))
+
+
+def value_is_a_torch_save_file(library: Library) -> bool:
+    planner = library.root.DefaultSavePlanner()
+    planner.set_up_planner({"v": 1})
+    (item,) = planner.create_local_plan().items
+    stored = planner.resolve_data(item)
+    stored.seek(0)
+    return raised_by(lambda: torch.load(stored, weights_only=True)) is None
+
+
+def names_of_a_tuple(library: Library) -> list[str]:
+    return [*library._nested_dict.flatten_state_dict({"t": (torch.ones(1), 2)})[0]]
+
+
+def error_of_a_number_as_key(library: Library) -> type[BaseException] | None:
+    return raised_by(lambda: library._traverse.traverse_state_dict({1: 2}, lambda *_: None))
+
+
+# Row of the table -> (what is asked, DCP's answer, our answer). Rows that the comparison of
+# names and signatures finds by itself need no entry, but may have one.
+DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
+    "api.CheckpointException": (
+        lambda library: issubclass(library.root.CheckpointException, Exception),
+        False,
+        True,
+    ),
+    "planner.SavePlan.items": (items_are_a_list, True, False),
+    "planner.LoadPlan.items": (load_items_are_a_list, True, False),
+    "metadata.TensorStorageMetadata.chunks": (chunk_order, [2, 0], [0, 2]),
+    "metadata.TensorStorageMetadata.alias_of": (
+        names_written_for_tied_weights,
+        ["a", "b"],
+        ["a"],
+    ),
+    "default_planner.DefaultSavePlanner.transform_object": (
+        value_is_a_torch_save_file,
+        True,
+        False,
+    ),
+    "default_planner.DefaultSavePlanner.enable_plan_caching": (
+        another_planner_uses_the_cache,
+        True,
+        False,
+    ),
+    "default_planner.DefaultSavePlanner.create_global_plan": (
+        error_of_a_gap,
+        ValueError,
+        api.CoverageError,
+    ),
+    "default_planner.DefaultLoadPlanner.load_bytes": (
+        error_of_an_unsafe_value,
+        None,
+        api.UnsafeValueError,
+    ),
+    "default_planner.create_default_local_load_plan": (
+        errors_of_a_load,
+        [RuntimeError, ValueError, None],
+        [api.MissingKeyError, api.ShapeMismatchError, api.CoverageError],
+    ),
+    "default_planner.create_default_global_save_plan": (
+        error_of_two_writers,
+        AssertionError,
+        api.PlanError,
+    ),
+    "_nested_dict.flatten_state_dict": (names_of_a_tuple, ["t"], ["t.0", "t.1"]),
+    "_traverse.traverse_state_dict": (error_of_a_number_as_key, None, TypeError),
+}
+
+
+# Tests
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [pytest.param(*pair, id=qualified(*pair)) for pair in PRESENT],
+)
+def test_every_public_name_takes_the_same_calls_or_has_a_row(module: str, name: str) -> None:
+    explained = {*table(), *NOT_YET}
+    unexplained = [
+        f"{label} {problem}"
+        for label, problem in problems_of(module, name)
+        if label not in explained
+    ]
+    assert not unexplained
+
+
+@pytest.mark.parametrize("name", sorted(set(NOT_YET) - all_modules()))
+def test_a_name_that_is_announced_is_still_missing(name: str) -> None:
+    first, _, rest = name.partition(".")
+    module, path = (first, rest) if rest else ("", first)
+    assert has(theirs_of(module), path), "torch does not have it either"
+    assert not has(ours_of(module), path), "it is here: compare it"
+
+
+def has(root: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(root, name):
+            return False
+        root = getattr(root, name)
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(set(NOT_YET) & all_modules()))
+def test_a_module_that_is_announced_is_still_missing(name: str) -> None:
+    assert importlib.util.find_spec(f"reshard.{name}") is None, "it is here: compare it"
+
+
+def test_every_public_module_of_dcp_is_compared_or_announced() -> None:
+    public = {name for name in all_modules() if not name.startswith("_")}
+    assert public - set(MODULES) - set(NOT_YET) == INTERNAL
+
+
+def test_every_row_of_the_table_gives_a_reason_and_is_shown_to_be_true() -> None:
+    rows = table()
+    assert all(len(cells) == 3 and all(cells) for cells in rows.values())
+    found = {label for pair in PRESENT for label, _ in problems_of(*pair)}
+    assert set(rows) - found - set(DEMONSTRATIONS) == set(), "rows that are no longer true"
+    assert set(DEMONSTRATIONS) - set(rows) == set(), "differences without a row"
+
+
+@pytest.mark.parametrize("row", sorted(DEMONSTRATIONS))
+def test_the_two_libraries_differ_as_the_row_says(row: str) -> None:
+    ask, their_answer, our_answer = DEMONSTRATIONS[row]
+    assert ask(Library(dcp)) == their_answer
+    assert ask(Library(reshard)) == our_answer
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (api.MissingKeyError, RuntimeError),
+        (api.ShapeMismatchError, ValueError),
+        (api.CoverageError, ValueError),
+        (api.StateDictError, ValueError),
+    ],
+)
+def test_handlers_written_for_the_errors_of_dcp_still_catch_ours(ours: type, theirs: type) -> None:
+    assert issubclass(ours, theirs)
+    assert issubclass(ours, reshard.CheckpointException)
+
+
+def test_everything_public_in_the_package_is_in_all() -> None:
+    importable = {
+        name
+        for name, value in vars(reshard).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert importable == set(reshard.__all__)
+    assert len(reshard.__all__) == len(set(reshard.__all__))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [name.name for name in pkgutil.walk_packages(reshard.__path__, "reshard.")],
+)
+def test_everything_in_the_all_of_a_module_can_be_imported(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert [name for name in getattr(loaded, "__all__", []) if not hasattr(loaded, name)] == []
+
+
+def test_every_error_of_the_api_is_a_checkpoint_exception() -> None:
+    named = [getattr(api, name) for name in api.__all__]
+    assert all(issubclass(error, reshard.CheckpointException) for error in named)
+
+
+def test_the_comparison_notices_each_way_in_which_a_call_could_break() -> None:
+    def theirs(a: int, b: int = 1, *, c: int = 2) -> None: ...
+    def renamed(a: int, bb: int = 1, *, c: int = 2) -> None: ...
+    def moved(b: int = 1, a: int = 0, *, c: int = 2) -> None: ...
+    def keyword_only(a: int, *, b: int = 1, c: int = 2) -> None: ...
+    def other_default(a: int, b: int = 9, *, c: int = 2) -> None: ...
+    def more_required(a: int, b: int = 1, *, c: int = 2, d: int) -> None: ...
+    def more_optional(a: int, b: int = 1, d: int = 0, *, c: int = 2) -> None: ...
+    def fewer_required(a: int = 0, b: int = 1, *, c: int = 2) -> None: ...
+
+    expected = inspect.signature(theirs)
+    for broken in (renamed, moved, keyword_only, other_default, more_required):
+        assert parameter_problems(expected, inspect.signature(broken)), broken
+    for fine in (theirs, more_optional, fewer_required):
+        assert not parameter_problems(expected, inspect.signature(fine)), fine
