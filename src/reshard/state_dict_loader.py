@@ -29,7 +29,7 @@ from reshard.metadata import (
 from reshard.per_rank import PerRank, choose_rank_values
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
-from reshard.stateful import Stateful
+from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, takes_any_keyword
 
 __all__ = ["LoadReport", "load", "load_state_dict", "read_state_dict", "read_tensor"]
@@ -90,14 +90,14 @@ def load(
         chosen.allow_partial_load = chosen.allow_partial_load or not strict
     keys = sorted(state_dict)
     states = {
-        key: value.state_dict() if isinstance(value, Stateful) else value
+        key: value.state_dict() if is_stateful(value) else value
         for key, value in ((key, state_dict[key]) for key in keys)
     }
     options = _Options(exact=strict == "exact", rename=rename)
     report = _load(states, reader, process_group, 0, no_dist, chosen, options)
     for key in keys:
         value = state_dict[key]
-        if isinstance(value, Stateful):
+        if is_stateful(value):
             value.load_state_dict(states[key])
         else:
             state_dict[key] = states[key]

@@ -27,7 +27,7 @@ from reshard.format.manifest import decode_manifest, encode_manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.per_rank import name_rank_values
 from reshard.planner import SavePlan, SavePlanner
-from reshard.stateful import Stateful
+from reshard.stateful import is_stateful
 from reshard.storage import StorageWriter, takes_any_keyword
 
 __all__ = ["save", "save_state_dict"]
@@ -104,7 +104,7 @@ def _choose_writer(
 
 def _ask_stateful(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     return {
-        key: value.state_dict() if isinstance(value, Stateful) else value
+        key: value.state_dict() if is_stateful(value) else value
         for key, value in state_dict.items()
     }
 

@@ -31,7 +31,7 @@ __all__ = ["Channel", "RemoteError", "SoloChannel", "StoreChannel", "open_channe
 DEFAULT_TIMEOUT_SECONDS = 30 * 60.0
 _LOOK_AROUND_SECONDS = 1.0
 _SHORTEST_PAUSE_SECONDS = 0.0002
-_LONGEST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 0.002
 _PART_BYTES = 4 << 20
 _VALUE, _FAILURE = b"\0", b"\1"
 

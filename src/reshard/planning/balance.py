@@ -4,7 +4,8 @@ Chunks that the same ranks hold form a class. The chunks of a class, in order, a
 along a line as long as their bytes, and the line is cut among the holders: each gets as
 much as brings it to the common water level, given what it writes already. So a holder
 ends at most one chunk above the level, and the whole is a few array operations per
-class, not a search per chunk.
+class, not a search per chunk. Where the holders of classes overlap, the cut is made again
+in the light of the others, as long as that helps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 from reshard.planning.columns import Ints
 
 __all__ = ["choose_holders"]
+
+_MOST_PASSES = 8
 
 
 def choose_holders(ranks: Ints, starts: Ints, weights: Ints, n_ranks: int) -> Ints:
@@ -27,10 +30,21 @@ def choose_holders(ranks: Ints, starts: Ints, weights: Ints, n_ranks: int) -> In
     alone = counts == 1
     loads = np.zeros(n_ranks, dtype=np.int64)
     np.add.at(loads, ranks[chosen[alone]], weights[alone])
-    for chunks, holders in _classes(ranks, starts, counts):
-        picked = _cut_the_line(loads[holders], weights[chunks])
-        chosen[chunks] = starts[chunks] + picked
-        np.add.at(loads, holders[picked], weights[chunks])
+    classes = _classes(ranks, starts, counts)
+    placed = False
+    for _ in range(_MOST_PASSES if len(classes) > 1 else 1):
+        before = int(loads.max(initial=0))
+        previous: Ints = chosen.copy()
+        for chunks, holders in classes:
+            if placed:
+                # Take back what the class was given, now that the others have theirs.
+                np.subtract.at(loads, ranks[chosen[chunks]], weights[chunks])
+            picked = _cut_the_line(loads[holders], weights[chunks])
+            chosen[chunks] = starts[chunks] + picked
+            np.add.at(loads, holders[picked], weights[chunks])
+        if placed and int(loads.max(initial=0)) >= before:
+            return previous
+        placed = True
     return chosen
 
 

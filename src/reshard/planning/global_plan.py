@@ -285,13 +285,16 @@ def check_coverage(
     overlaps count: the plan of a single rank that holds a part of a tensor is not wrong.
     """
     outside = out_of_bounds(chunks.shapes[chunks.owners], chunks.offsets, chunks.sizes)
-    reaching_out = np.unique(chunks.owners[outside]).tolist()
-    errors = [
-        f"{names[tensor]!r} has a chunk that reaches outside of its shape "
-        f"{chunks.shapes[tensor, : ndims[tensor]].tolist()}"
-        for tensor in reaching_out
-    ]
-    if reaching_out:
+    reaching_out, rows = np.unique(chunks.owners[outside], return_index=True)
+    errors = []
+    for tensor, row in zip(reaching_out.tolist(), np.flatnonzero(outside)[rows], strict=True):
+        dims = int(ndims[tensor])
+        errors.append(
+            f"{names[tensor]!r} has a chunk at {chunks.offsets[row, :dims].tolist()} of sizes "
+            f"{chunks.sizes[row, :dims].tolist()} that reaches outside of its shape "
+            f"{chunks.shapes[tensor, :dims].tolist()}"
+        )
+    if len(reaching_out):
         # Their points would lie outside of the space in which the proof is made.
         shapes = chunks.shapes[chunks.owners]
         offsets = np.clip(chunks.offsets, 0, shapes)

@@ -6,6 +6,7 @@ subclasses that describe themselves through torch's checkpointable protocol.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,21 +90,31 @@ class DTensorReader:
             return ()
         shape = tuple(tensor._spec.shape)
         local_shape = tuple(tensor._local_tensor.shape)
-        regions = local_regions(shape, cuts)
-        if _extent(regions) == local_shape:
-            return regions
-        if any(cut.split_factor > 1 for cut in cuts):
-            # Uneven FSDP over tensor parallelism: the strided placement describes an
-            # even split, but the data was cut by tensor parallelism first.
+        if _looks_like_fsdp_over_tp(cuts):
+            # FSDP cuts what tensor parallelism has cut. With even sizes the strided placement
+            # says the same; with uneven ones only the order in which it was done is right.
             regions = local_regions(shape, cuts, right_to_left=True)
             if _extent(regions) == local_shape:
                 return regions
+        regions = local_regions(shape, cuts)
+        if _extent(regions) == local_shape:
+            return regions
         raise UnsupportedLayoutError(
             f"{fqn!r}: the local tensor has shape {local_shape}, but placements "
             f"{tensor._spec.placements} on a mesh of shape {tuple(tensor._spec.mesh.shape)} "
             f"give this rank {_extent(regions)} of {shape}. Pass "
             "`shape` and `stride` to DTensor.from_local when shards are uneven"
         )
+
+
+def _looks_like_fsdp_over_tp(cuts: Sequence[Cut]) -> bool:
+    """Whether one strided cut skips just the parts that later cuts of its dimension make."""
+    strided = [i for i, cut in enumerate(cuts) if cut.split_factor > 1]
+    if len(strided) != 1:
+        return False
+    (i,) = strided
+    later = math.prod(cut.parts for cut in cuts[i + 1 :] if cut.dim == cuts[i].dim)
+    return cuts[i].split_factor == later
 
 
 def _extent(regions: Sequence[Region]) -> tuple[int, ...]:
