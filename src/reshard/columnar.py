@@ -304,23 +304,39 @@ def _unpack_write_items(schema: bytes, placement: bytes) -> WriteItems:
 
 
 class ChunkList(LazyList[ChunkStorageMetadata]):
-    """The chunks of one stored tensor, kept as columns."""
+    """The chunks of one stored tensor, kept as columns.
 
-    def __init__(self, offsets: Ints, sizes: Ints) -> None:
+    `rows`, if given, are the rows of `offsets` and `sizes` that belong to the tensor, and
+    `dims` how many of their columns do.
+    """
+
+    def __init__(
+        self, offsets: Ints, sizes: Ints, rows: Ints | None = None, dims: int | None = None
+    ) -> None:
         super().__init__()
-        self.offsets = offsets
-        self.sizes = sizes
+        self._offsets = offsets
+        self._sizes = sizes
+        self._rows = rows
+        self.dims = offsets.shape[1] if dims is None else dims
+
+    def columns(self) -> tuple[Ints, Ints]:
+        """Offsets and sizes, if no chunk was handed out."""
+        if self._rows is None:
+            return self._offsets[:, : self.dims], self._sizes[:, : self.dims]
+        return self._offsets[self._rows, : self.dims], self._sizes[self._rows, : self.dims]
 
     def _column_length(self) -> int:
-        return len(self.offsets)
+        return len(self._offsets if self._rows is None else self._rows)
 
     def _make_one(self, position: int) -> ChunkStorageMetadata:
+        row = position if self._rows is None else self._rows[position]
         return ChunkStorageMetadata(
-            torch.Size(self.offsets[position].tolist()), torch.Size(self.sizes[position].tolist())
+            torch.Size(self._offsets[row, : self.dims].tolist()),
+            torch.Size(self._sizes[row, : self.dims].tolist()),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        offsets, sizes = chunk_columns(self, self.offsets.shape[1])
+        offsets, sizes = chunk_columns(self, self.dims)
         return _unpack_chunks, (len(offsets), pack_array(offsets), pack_array(sizes))
 
 
@@ -331,7 +347,7 @@ def _unpack_chunks(rows: int, offsets: Any, sizes: Any) -> ChunkList:
 def chunk_columns(chunks: Sequence[ChunkStorageMetadata], dims: int) -> tuple[Ints, Ints]:
     """Offsets and sizes of any sequence of chunks of a tensor with `dims` dimensions."""
     if isinstance(chunks, ChunkList) and chunks.untouched:
-        return chunks.offsets, chunks.sizes
+        return chunks.columns()
     shape = (len(chunks), dims)
     return (
         np.array([tuple(chunk.offsets) for chunk in chunks], dtype=np.int64).reshape(shape),

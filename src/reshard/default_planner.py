@@ -44,7 +44,7 @@ from reshard.planner_helpers import (
     build_write_items,
 )
 from reshard.tensors.flatten import Rules, StatePath, flatten_state_dict, set_element
-from reshard.tensors.shards import find_state_dict_object
+from reshard.tensors.shards import DTensorReader, find_state_dict_object
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class DefaultSavePlanner(SavePlanner):
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.mappings = {}
+        self._reader = DTensorReader()
         self._enable_plan_caching = enable_plan_caching or plan_cache is not None
         self._cache = plan_cache if plan_cache is not None else PlanCache()
 
@@ -125,6 +126,7 @@ class DefaultSavePlanner(SavePlanner):
             state_dict, self.mappings = flatten_state_dict(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
+        self._reader = DTensorReader()
 
     def create_local_plan(self) -> SavePlan:
         items = build_write_items(self.state_dict, find_ties=self._keeps_values())
@@ -237,7 +239,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value, or the local shard, that `index` names. Made to be overridden."""
-        return find_state_dict_object(self.state_dict, index)
+        return find_state_dict_object(self.state_dict, index, self._reader)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """What to write for `object`: tensors as they are, values as bytes."""
@@ -269,6 +271,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.allow_pickle = False
         self.original_state_dict = {}
         self.mappings = {}
+        self._reader = DTensorReader()
 
     def set_up_planner(
         self,
@@ -283,6 +286,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+        self._reader = DTensorReader()
 
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
@@ -332,7 +336,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local shard that `index` names. Made to be overridden."""
-        tensor: torch.Tensor = find_state_dict_object(self.state_dict, index)
+        tensor: torch.Tensor = find_state_dict_object(self.state_dict, index, self._reader)
         return tensor
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:

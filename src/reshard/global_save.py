@@ -27,8 +27,10 @@ from reshard.planner import SavePlan
 from reshard.planning.columns import Bools, Ints, pad_rows
 from reshard.planning.coverage import Chunks
 from reshard.planning.global_plan import (
+    SortedChunks,
     Table,
     check_coverage,
+    check_table,
     dedup,
     list_chunks,
     resolve_aliases,
@@ -56,23 +58,14 @@ def make_global_plan(
     table = stack([write_columns(plan.items) for plan in all_plans])
     aliases = resolve_aliases(table)
     keep = dedup(table, to_lowest_rank, leave_out=list(aliases))
-    global_plan, metadata = _answer(all_plans, table, keep, aliases)
-    rows, _ = list_chunks(table, keep)
-    tensor_rows = rows[table.kinds[table.name_ids[rows]] == 0]
-    columns = chunk_table(metadata)
-    errors = check_coverage(
-        columns.names,
-        columns.chunks,
-        columns.ndims,
-        whole=len(global_plan) > 1,
-        holders=table.ranks[tensor_rows],
-    )
+    chunks = list_chunks(table, keep)
+    errors = check_table(table, chunks, leave_out=list(aliases))
     if errors:
         raise CoverageError(
             f"Failed to validate global plan: {'; '.join(errors)}. Give the tensor the same shape, "
             "mesh and placements on all ranks, and save from all ranks that hold a part of it"
         )
-    return global_plan, metadata
+    return _answer(all_plans, table, keep, chunks, aliases)
 
 
 def combine_plans(
@@ -81,7 +74,7 @@ def combine_plans(
     """The metadata of plans that are deduplicated already."""
     table = stack([write_columns(plan.items) for plan in all_plans])
     keep = np.ones(len(table.name_ids), dtype=bool)
-    return _answer(all_plans, table, keep, {}, rewrite_index_hints)
+    return _answer(all_plans, table, keep, list_chunks(table, keep), {}, rewrite_index_hints)
 
 
 def dedup_save_plans(
@@ -100,13 +93,15 @@ def _answer(
     all_plans: Sequence[SavePlan],
     table: Table,
     keep: Bools,
+    chunks: SortedChunks,
     aliases: Mapping[int, int],
     rewrite_index_hints: bool = True,
 ) -> tuple[list[SavePlan], Metadata]:
-    rows, starts = list_chunks(table, keep)
+    rows, starts = chunks.rows, chunks.starts
     hints = np.full(len(table.name_ids), -1, dtype=np.int64)
-    hints[rows] = np.arange(len(rows)) - starts[table.name_ids[rows]]
-    hints[table.kinds[table.name_ids] > 0] = -1
+    hints[rows] = np.arange(len(rows)) - np.repeat(starts[:-1], np.diff(starts))
+    if table.kinds.any():
+        hints[table.kinds[table.name_ids] > 0] = -1
     plans = [
         _select(plan, chosen, hints[table.plan_starts[rank] + chosen])
         if rewrite_index_hints
@@ -115,7 +110,7 @@ def _answer(
             zip(all_plans, _rows_by_rank(table, keep), strict=True)
         )
     ]
-    return plans, Metadata(_describe(table, rows, starts, aliases))
+    return plans, Metadata(_describe(table, chunks, aliases))
 
 
 def _rows_by_rank(table: Table, keep: Bools) -> list[Ints]:
@@ -144,9 +139,9 @@ def _select(plan: SavePlan, rows: Ints, hints: Ints | None) -> SavePlan:
 
 
 def _describe(
-    table: Table, rows: Ints, starts: Ints, aliases: Mapping[int, int]
+    table: Table, chunks: SortedChunks, aliases: Mapping[int, int]
 ) -> dict[str, STORAGE_TYPES]:
-    offsets, sizes = table.offsets[rows], table.sizes[rows]
+    starts = chunks.starts.tolist()
     described: dict[str, STORAGE_TYPES] = {}
     for name_id, name in enumerate(table.names):
         if table.kinds[name_id]:
@@ -155,11 +150,11 @@ def _describe(
         plan, row = table.row_in_plan(int(table.first_rows[name_id]))
         dims = int(plan.schema.ndims[row])
         source = aliases.get(name_id, name_id)
-        chunks = slice(int(starts[source]), int(starts[source + 1]))
+        own = slice(starts[source], starts[source + 1])
         described[name] = TensorStorageMetadata(
             properties_of(plan.schema, row),
             torch.Size(table.shapes[name_id, :dims].tolist()),
-            ChunkList(offsets[chunks, :dims], sizes[chunks, :dims]),
+            ChunkList(table.offsets, table.sizes, chunks.rows[own], dims),
             table.names[source] if source != name_id else None,
         )
     return described

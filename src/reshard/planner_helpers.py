@@ -46,16 +46,17 @@ from reshard.planning.intersection import intersect
 from reshard.tensors.foreign import to_chunk, to_index, to_properties
 from reshard.tensors.materialise import materialise
 from reshard.tensors.shards import (
+    Box,
     DTensorReader,
     describes_itself,
     is_dense,
     is_plain,
     is_sharded,
-    local_chunks,
     local_shards,
     plain_local_tensor,
     shards_of_all_ranks,
     takes_part,
+    wanted_regions,
 )
 
 __all__ = ["create_read_items_for_chunk_list"]
@@ -231,11 +232,12 @@ def build_read_items(
     if missing and strict:
         raise MissingKeyError(describe_missing(missing, stored))
     segments: list[_Segment] = []
+    reader = DTensorReader()
     for fqn, value in state_dict.items():
         entry = stored.get(fqn)
         if entry is not None:
             _check_match(fqn, entry, value)
-            segments.append(_plan_one(fqn, entry, value))
+            segments.append(_plan_one(fqn, entry, value, reader))
     return ReadItems(_join(segments))
 
 
@@ -274,51 +276,72 @@ class _Segment(NamedTuple):
     regions: Ints
     shard_ids: Ints | Sequence[int]
     chunk_ids: Ints | Sequence[int]
+    elements: int = 0
     is_value: bool = False
 
 
 _VALUE_REGION = np.zeros((1, 5, 0), dtype=np.int64)
+_FEW_CHUNKS = 16
 
 
-def _plan_one(fqn: str, entry: STORAGE_TYPES, value: Any) -> _Segment:
+def _plan_one(fqn: str, entry: STORAGE_TYPES, value: Any, reader: DTensorReader) -> _Segment:
     if isinstance(entry, BytesStorageMetadata):
-        return _Segment(fqn, entry.alias_of or fqn, _VALUE_REGION, (-1,), (-1,), is_value=True)
-    wanted = local_chunks(fqn, value)
+        source = entry.alias_of or fqn
+        return _Segment(fqn, source, _VALUE_REGION, (-1,), (-1,), is_value=True)
+    wanted = wanted_regions(fqn, value, reader)
     segment = _plan_tensor(fqn, entry, wanted)
-    _check_filled(fqn, entry, wanted, segment)
+    if segment.elements != sum(math.prod(sizes) for _, sizes in wanted):
+        offsets, sizes = chunk_columns(entry.chunks, len(entry.size))
+        raise CoverageError(
+            f"the checkpoint does not hold all of {fqn!r} exactly once: "
+            f"{describe_problem(tuple(entry.size), offsets, sizes)}. It was saved by fewer ranks "
+            "than hold it, or is damaged"
+        )
     return segment
 
 
-def _check_filled(
-    fqn: str,
-    entry: TensorStorageMetadata,
-    wanted: Sequence[ChunkStorageMetadata],
-    segment: _Segment,
-) -> None:
-    asked = sum(math.prod(chunk.sizes) for chunk in wanted)
-    found = int(segment.regions[:, 4].prod(axis=1).sum())
-    if found == asked:
-        return
-    offsets, sizes = chunk_columns(entry.chunks, len(entry.size))
-    raise CoverageError(
-        f"the checkpoint does not hold all of {fqn!r} exactly once: "
-        f"{describe_problem(tuple(entry.size), offsets, sizes)}. It was saved by fewer ranks than "
-        "hold it, or is damaged"
-    )
-
-
-def _plan_tensor(
-    fqn: str, entry: TensorStorageMetadata, wanted: Sequence[ChunkStorageMetadata]
-) -> _Segment:
+def _plan_tensor(fqn: str, entry: TensorStorageMetadata, wanted: Sequence[Box]) -> _Segment:
     source, dims = entry.alias_of or fqn, len(entry.size)
     offsets, sizes = chunk_columns(entry.chunks, dims)
-    wanted_offsets, wanted_sizes = chunk_columns(wanted, dims)
+    if len(wanted) == 1 and len(offsets) <= _FEW_CHUNKS:
+        # A few chunks are faster to go through than to put into arrays.
+        return _plan_region(fqn, source, wanted[0], offsets.tolist(), sizes.tolist())
+    shape = (len(wanted), dims)
+    wanted_offsets = np.array([o for o, _ in wanted], dtype=np.int64).reshape(shape)
+    wanted_sizes = np.array([s for _, s in wanted], dtype=np.int64).reshape(shape)
     found = intersect(offsets, sizes, wanted_offsets, wanted_sizes)
     shards, chunks = wanted_offsets[found.right], offsets[found.left]
     regions = np.stack(
         (shards, found.starts - shards, chunks, found.starts - chunks, found.sizes), axis=1
     )
-    return _Segment(fqn, source, regions, found.right, found.left)
+    elements = int(found.sizes.prod(axis=1).sum())
+    return _Segment(fqn, source, regions, found.right, found.left, elements)
+
+
+def _plan_region(
+    fqn: str,
+    source: str,
+    wanted: Box,
+    offsets: Sequence[Sequence[int]],
+    sizes: Sequence[Sequence[int]],
+) -> _Segment:
+    """One wanted region against a few stored chunks."""
+    begin, extent = wanted
+    rows, ids, elements = [], [], 0
+    for number, (low, size) in enumerate(zip(offsets, sizes, strict=True)):
+        starts = [max(a, b) for a, b in zip(low, begin, strict=True)]
+        lengths = [
+            min(a + n, b + m) - c
+            for a, n, b, m, c in zip(low, size, begin, extent, starts, strict=True)
+        ]
+        if all(length > 0 for length in lengths):
+            in_shard = [c - b for c, b in zip(starts, begin, strict=True)]
+            in_chunk = [c - a for c, a in zip(starts, low, strict=True)]
+            rows.append((begin, in_shard, low, in_chunk, lengths))
+            ids.append(number)
+            elements += math.prod(lengths)
+    regions = np.array(rows, dtype=np.int64).reshape(len(rows), 5, len(begin))
+    return _Segment(fqn, source, regions, [0] * len(ids), ids, elements)
 
 
 def _join(segments: Sequence[_Segment]) -> ReadColumns:
@@ -362,15 +385,17 @@ def create_read_items_for_chunk_list(
 
     What the checkpoint does not hold is left out, without an error.
     """
-    return ReadItems(_join([_plan_tensor(fqn, checkpoint_md, local_chunks)])).copy()
+    wanted = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local_chunks]
+    return ReadItems(_join([_plan_tensor(fqn, checkpoint_md, wanted)])).copy()
 
 
 def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
     """The reads that fill one value, laid out as `obj` is."""
+    reader = DTensorReader()
     if isinstance(md, BytesStorageMetadata):
-        return ReadItems(_join([_plan_one(fqn, md, obj)])).copy()
+        return ReadItems(_join([_plan_one(fqn, md, obj, reader)])).copy()
     _check_match(fqn, md, obj)
-    return create_read_items_for_chunk_list(fqn, md, local_chunks(fqn, obj))
+    return ReadItems(_join([_plan_tensor(fqn, md, wanted_regions(fqn, obj, reader))])).copy()
 
 
 def _init_state_dict(state_dict: dict[str, Any]) -> Any:

@@ -175,7 +175,7 @@ def test_rows_out_of_bounds_are_found_whatever_their_numbers(
         min(offset, size) >= 0 and offset + size <= extent
         for offset, size, extent in zip(offsets, sizes, shape, strict=True)
     )
-    found = out_of_bounds(np.array([shape]), np.array([offsets]), np.array([sizes]))
+    found = out_of_bounds(np.array([shape]), np.array([offsets]), np.array([sizes]), np.array([0]))
     assert found.tolist() == [not inside]
 
 

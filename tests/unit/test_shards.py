@@ -27,7 +27,12 @@ from reshard.default_planner import (
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from reshard.planner import TensorWriteData, WriteItem, WriteItemType
 from reshard.planner_helpers import _create_write_items
-from reshard.tensors.shards import find_state_dict_object, local_chunks, local_shards
+from reshard.tensors.shards import (
+    DTensorReader,
+    find_state_dict_object,
+    local_shards,
+    wanted_regions,
+)
 from reshard.utils import find_tensor_shard
 from support.fake_ranks import as_rank, distributed, mesh_of, on_each_rank
 from support.memory_storage import load_from_memory, save_in_memory
@@ -363,8 +368,8 @@ def test_values_that_a_subclass_writes_are_turned_into_ours() -> None:
 
 
 def test_chunks_of_a_subclass_are_turned_into_ours() -> None:
-    chunks = local_chunks("w", Pieces({0: torch.ones(1), 3: torch.ones(1)}, 4))
-    assert chunks == [ChunkStorageMetadata(torch.Size([s]), torch.Size([1])) for s in (0, 3)]
+    pieces = Pieces({0: torch.ones(1), 3: torch.ones(1)}, 4)
+    assert wanted_regions("w", pieces, DTensorReader()) == [((0,), (1,)), ((3,), (1,))]
 
 
 def test_a_subclass_is_saved_from_its_pieces_and_loaded_into_others() -> None:

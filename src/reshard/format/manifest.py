@@ -293,7 +293,7 @@ def _check_places(m: Manifest, where: str) -> None:
         name = m.tensor_names[int(volumes.argmax())]
         raise CorruptCheckpointError(f"{where} gives {name!r} a size that no memory could hold")
     owners = np.repeat(np.arange(len(m.tensor_names)), np.diff(m.chunk_starts))
-    outside = np.flatnonzero(out_of_bounds(m.shapes[owners], m.chunk_offsets, m.chunk_sizes))
+    outside = np.flatnonzero(out_of_bounds(m.shapes, m.chunk_offsets, m.chunk_sizes, owners))
     if len(outside):
         name = m.tensor_names[int(owners[outside[0]])]
         raise CorruptCheckpointError(f"{where} has a chunk of {name!r} outside of its shape")

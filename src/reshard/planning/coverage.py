@@ -23,7 +23,9 @@ __all__ = [
     "Chunks",
     "find_overlapping",
     "find_untiled",
+    "find_untiled_rows",
     "out_of_bounds",
+    "survey",
     "describe_problem",
 ]
 
@@ -52,59 +54,85 @@ class Chunks(NamedTuple):
         return self.offsets[rows], self.sizes[rows]
 
 
-def out_of_bounds(shapes: Ints, offsets: Ints, sizes: Ints) -> Bools:
-    """Which rows reach outside of their shape, or have a negative offset or size."""
-    # Written without a sum, which could wrap around for absurd numbers.
-    bad = (offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)
-    return np.asarray(bad.any(axis=1))
+def out_of_bounds(shapes: Ints, offsets: Ints, sizes: Ints, owners: Ints) -> Bools:
+    """Which rows reach outside of their owner's shape, or have a negative offset or size."""
+    bad, _ = survey(shapes, offsets, sizes, owners)
+    return bad
+
+
+def survey(shapes: Ints, offsets: Ints, sizes: Ints, owners: Ints) -> tuple[Bools, Bools]:
+    """Which rows are out of bounds, and along which dimensions each tensor is cut."""
+    bad = np.zeros(len(owners), dtype=bool)
+    cut_dims = np.zeros(shapes.shape, dtype=bool)
+    for dim in range(shapes.shape[1]):
+        offset, size, extent = offsets[:, dim], sizes[:, dim], shapes[owners, dim]
+        # Written without a sum, which could wrap around for absurd numbers.
+        bad |= (offset < 0) | (size < 0) | (offset > extent) | (size > extent - offset)
+        cut_dims[owners[(offset != 0) | (size != extent)], dim] = True
+    return bad, cut_dims
 
 
 def find_untiled(chunks: Chunks) -> Ints:
     """The tensors that their chunks do not cover exactly. All chunks are in bounds."""
     owners = chunks.owners
-    real = np.flatnonzero((chunks.sizes > 0).all(axis=1))
-    owners, offsets, sizes = owners[real], chunks.offsets[real], chunks.sizes[real]
-    shapes = chunks.shapes
-    counts = np.bincount(owners, minlength=len(shapes))
-    wants_chunks = (shapes > 0).all(axis=1)
+    _, cut_dims = survey(chunks.shapes, chunks.offsets, chunks.sizes, owners)
+    return find_untiled_rows(chunks.shapes, owners, chunks.offsets, chunks.sizes, cut_dims)
 
-    bad = wants_chunks & (counts == 0)
-    split = (offsets != 0) | (sizes != shapes[owners])
-    split_dims = np.zeros(shapes.shape, dtype=bool)
+
+def find_untiled_rows(
+    shapes: Ints,
+    owners: Ints,
+    offsets: Ints,
+    sizes: Ints,
+    cut_dims: Bools,
+    order: Ints | None = None,
+) -> Ints:
+    """The same for chunks in any order, given where tensors are cut.
+
+    `order`, if given, says which rows count and sorts them by owner and position.
+    """
+    empty = (sizes == 0).any(axis=1)
+    rows = order
+    if empty.any():
+        rows = np.flatnonzero(~empty) if order is None else order[~empty[order]]
+    counted = owners if rows is None else owners[rows]
+    counts = np.bincount(counted, minlength=len(shapes))
+    bad = (shapes > 0).all(axis=1) & (counts == 0)
+    n_cut = cut_dims.sum(axis=1)
+    bad |= (n_cut == 0) & (counts > 1)
     for dim in range(shapes.shape[1]):
-        split_dims[owners[split[:, dim]], dim] = True
-    n_split = split_dims.sum(axis=1)
-
-    bad |= (n_split == 0) & (counts > 1)
-    single = n_split == 1
-    if single.any():
-        bad |= _untiled_along_one_dim(single, split_dims, owners, offsets, sizes, shapes)
-    several = n_split > 1
+        chosen = (n_cut == 1) & cut_dims[:, dim]
+        if chosen.any():
+            starts, lengths = offsets[:, dim], sizes[:, dim]
+            if rows is not None:
+                starts, lengths = starts[rows], lengths[rows]
+            bad |= _untiled_along(chosen, counted, starts, lengths, shapes[:, dim])
+    several = n_cut > 1
     if several.any():
-        dims = np.flatnonzero(split_dims[several].any(axis=0)).tolist()
-        rows = np.flatnonzero(several[owners])
-        bad |= _untiled_by_corners(several, dims, owners[rows], offsets[rows], sizes[rows], shapes)
+        dims = np.flatnonzero(cut_dims[several].any(axis=0)).tolist()
+        some = np.flatnonzero(several[counted])
+        kept = some if rows is None else rows[some]
+        bad |= _untiled_by_corners(several, dims, counted[some], offsets[kept], sizes[kept], shapes)
     return np.flatnonzero(bad)
 
 
-def _untiled_along_one_dim(
-    chosen: Bools, split_dims: Bools, owners: Ints, offsets: Ints, sizes: Ints, shapes: Ints
+def _untiled_along(
+    chosen: Bools, owners: Ints, starts: Ints, lengths: Ints, extents: Ints
 ) -> Bools:
     """Of the `chosen` tensors, all cut along one dimension only, those not covered."""
-    rows = np.flatnonzero(chosen[owners])
-    owners = owners[rows]
-    dims = split_dims.argmax(axis=1)[owners]
-    starts, lengths = offsets[rows, dims], sizes[rows, dims]
-    order = np.lexsort((starts, owners))
-    owners, starts, ends = owners[order], starts[order], (starts + lengths)[order]
-    first = np.ones(len(owners), dtype=bool)
-    first[1:] = owners[1:] != owners[:-1]
-    last = np.roll(first, -1)
-    expected = np.zeros_like(starts)
-    expected[1:] = ends[:-1]
-    expected[first] = 0
-    wrong = starts != expected
-    wrong |= last & (ends != shapes[owners, dims[order]])
+    if not chosen.all():
+        rows = np.flatnonzero(chosen[owners])
+        owners, starts, lengths = owners[rows], starts[rows], lengths[rows]
+    same = owners[1:] == owners[:-1]
+    if (owners[1:] < owners[:-1]).any() or (same & (starts[1:] < starts[:-1])).any():
+        order = np.lexsort((starts, owners))
+        owners, starts, lengths = owners[order], starts[order], lengths[order]
+        same = owners[1:] == owners[:-1]
+    ends = starts + lengths
+    # Each chunk begins where the one before it ends; the first at 0, the last at the end.
+    first, last = np.append(True, ~same), np.append(~same, True)
+    wrong = first & (starts != 0) | last & (ends != extents[owners])
+    wrong[1:] |= same & (starts[1:] != ends[:-1])
     bad = np.zeros(len(chosen), dtype=bool)
     bad[owners[wrong]] = True
     return bad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,11 +25,22 @@ from reshard.planning.coverage import (
     describe_problem,
     find_overlapping,
     find_untiled,
+    find_untiled_rows,
     out_of_bounds,
+    survey,
 )
 from reshard.planning.keys import rank_points
 
-__all__ = ["Table", "check_coverage", "dedup", "list_chunks", "resolve_aliases", "stack"]
+__all__ = [
+    "SortedChunks",
+    "Table",
+    "check_coverage",
+    "check_table",
+    "dedup",
+    "list_chunks",
+    "resolve_aliases",
+    "stack",
+]
 
 _MOST_REPORTED = 5
 
@@ -39,7 +51,8 @@ class Table:
 
     `names` holds each FQN once, in order of first appearance; `name_ids` refer to it.
     `first_rows` is for each name the row that mentions it first: what that row says
-    about the tensor, all rows say.
+    about the tensor, all rows say. `order` sorts rows by name, position and rank; equal
+    `sorted_keys` are the same chunk. `distinct` says that no two are equal.
     """
 
     names: list[str]
@@ -53,7 +66,9 @@ class Table:
     dtypes: Ints
     shapes: Ints
     order: Ints
-    keys: Ints
+    sorted_keys: Ints
+    distinct: bool
+    cut_dims: Bools
 
     @property
     def ranks(self) -> Ints:
@@ -85,19 +100,30 @@ def stack(plans: Sequence[WriteColumns]) -> Table:
     name_ids = _concatenate([ids_of[id(plan.schema)] for plan in plans])
     offsets = _concatenate([widen(plan.offsets, width, 0) for plan in plans], width)
     sizes = _concatenate([widen(plan.sizes, width, 1) for plan in plans], width)
-    kinds, dtypes, shapes = _agree(plans, ids_of, len(names), width)
+    kinds, dtypes, shapes, told_by, told_in = _agree(plans, ids_of, len(names), width)
 
-    outside = np.flatnonzero(out_of_bounds(shapes[name_ids], offsets, sizes))
+    bad, cut_dims = survey(shapes, offsets, sizes, name_ids)
+    outside = np.flatnonzero(bad)
     if len(outside):
         raise CoverageError(_describe_outside(plans, plan_starts, int(outside[0])))
     keys = rank_points(name_ids, offsets, shapes)
-    order = np.argsort(keys, kind="stable")
-    first_rows = np.full(len(names), len(name_ids), dtype=np.int64)
-    np.minimum.at(first_rows, name_ids, np.arange(len(name_ids)))
+    order = _sorted_rows(name_ids, keys, len(names))
+    sorted_keys = keys[order]
+    distinct = not (sorted_keys[1:] == sorted_keys[:-1]).any()
     return Table(
-        list(names), plans, plan_starts, first_rows, name_ids, offsets, sizes,
-        kinds, dtypes, shapes, order, keys,
+        list(names), plans, plan_starts, plan_starts[told_by] + told_in, name_ids, offsets,
+        sizes, kinds, dtypes, shapes, order, sorted_keys, distinct, cut_dims,
     )  # fmt: skip
+
+
+def _sorted_rows(name_ids: Ints, keys: Ints, n_names: int) -> Ints:
+    """Rows by key, and by rank among equal keys."""
+    if n_names >= 1 << 16:
+        return np.argsort(keys, kind="stable")
+    # By name first, which is a radix sort for small numbers. Ranks mostly hold ascending
+    # parts, so that what is left is nearly sorted.
+    by_name = np.argsort(name_ids.astype(np.uint16), kind="stable")
+    return np.asarray(by_name[np.argsort(keys[by_name], kind="stable")])
 
 
 def _concatenate(parts: list[Ints], width: int | None = None) -> Ints:
@@ -108,8 +134,11 @@ def _concatenate(parts: list[Ints], width: int | None = None) -> Ints:
 
 def _agree(
     plans: Sequence[WriteColumns], ids_of: dict[int, Ints], n_names: int, width: int
-) -> tuple[Ints, Ints, Ints]:
-    """Kind, dtype and shape of each name, which must be the same on all ranks."""
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Kind, dtype and shape of each name, which must be the same on all ranks.
+
+    Also which rank was the first to say so, and in which row of its plan.
+    """
     distinct: dict[int, tuple[Schema, int]] = {}
     for rank, plan in enumerate(plans):
         distinct.setdefault(id(plan.schema), (plan.schema, rank))
@@ -118,6 +147,7 @@ def _agree(
     ndims = np.zeros(n_names, dtype=np.int64)
     shapes = np.ones((n_names, width), dtype=np.int64)
     told_by = np.zeros(n_names, dtype=np.int64)
+    told_in = np.zeros(n_names, dtype=np.int64)
     for schema, rank in distinct.values():
         ids = ids_of[id(schema)]
         # A name may occur in several rows of one schema; let the first row speak first.
@@ -128,6 +158,7 @@ def _agree(
         ndims[new] = schema.ndims[backwards]
         shapes[new] = widen(schema.shapes, width, 1)[backwards]
         told_by[new] = rank
+        told_in[new] = backwards
         differs = kinds[ids] != (schema.kinds == BYTES)
         differs |= dtypes[ids] != schema.dtypes
         differs |= ndims[ids] != schema.ndims
@@ -143,7 +174,7 @@ def _agree(
                 "tensor under one name; give values that differ by rank a name of their own "
                 "on each rank"
             )
-    return kinds, dtypes, shapes
+    return kinds, dtypes, shapes, told_by, told_in
 
 
 def _describe_row(schema: Schema, row: int) -> str:
@@ -170,6 +201,8 @@ def dedup(table: Table, to_lowest_rank: bool = False, leave_out: Sequence[int] =
 
     The bytes are balanced over the ranks, or all given to the lowest rank that has them.
     """
+    if table.distinct and not leave_out:
+        return np.ones(len(table.name_ids), dtype=bool)
     empty = (table.sizes == 0).any(axis=1)
     useful = ~np.isin(table.name_ids, leave_out) if leave_out else np.ones_like(empty)
     order, groups = _groups(table, useful)
@@ -193,13 +226,15 @@ def dedup(table: Table, to_lowest_rank: bool = False, leave_out: Sequence[int] =
 
 def _groups(table: Table, rows: Bools) -> tuple[Ints, Ints]:
     """The given rows with equal chunks side by side, and where each group begins."""
-    order = table.order[rows[table.order]]
-    keys = table.keys[order]
+    chosen = rows[table.order]
+    order, keys = table.order[chosen], table.sorted_keys[chosen]
     begins = np.flatnonzero(np.diff(keys, prepend=keys[0] - 1)) if len(keys) else keys
     return order, np.append(begins, len(order))
 
 
 def _check_same_region(table: Table, order: Ints, groups: Ints, empty: Bools) -> None:
+    if len(groups) - 1 == len(order):
+        return
     leaders = np.repeat(order[groups[:-1]], np.diff(groups))
     differs = (table.sizes[order] != table.sizes[leaders]).any(axis=1) & ~empty[order]
     if differs.any():
@@ -255,11 +290,20 @@ def resolve_aliases(table: Table) -> dict[int, int]:
     return {name: to for name, to in agreed.items() if to not in agreed}
 
 
-def list_chunks(table: Table, keep: Bools) -> tuple[Ints, Ints]:
-    """The rows that stay, name after name and by position, and where each name begins."""
-    rows = table.order[keep[table.order]]
-    ids = table.name_ids[rows]
-    doubled = np.flatnonzero(np.diff(table.keys[rows]) == 0)
+class SortedChunks(NamedTuple):
+    """Rows of a table, name after name and by position; `starts` is where each name begins."""
+
+    rows: Ints
+    starts: Ints
+
+
+def list_chunks(table: Table, keep: Bools) -> SortedChunks:
+    """The rows that stay, sorted."""
+    rows, keys = table.order, table.sorted_keys
+    if not keep.all():
+        chosen = keep[table.order]
+        rows, keys = rows[chosen], keys[chosen]
+    doubled = np.flatnonzero(keys[1:] == keys[:-1])
     if len(doubled):
         first, second = int(rows[doubled[0]]), int(rows[doubled[0] + 1])
         plan, local = table.row_in_plan(first)
@@ -269,7 +313,34 @@ def list_chunks(table: Table, keep: Bools) -> tuple[Ints, Ints]:
             f"{table.names[table.name_ids[first]]!r} at {table.offsets[first, :dims].tolist()}. "
             "Deduplicate the plans first, or leave the item to one rank"
         )
-    return rows, np.searchsorted(ids, np.arange(len(table.names) + 1))
+    counts = np.bincount(table.name_ids[rows], minlength=len(table.names))
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return SortedChunks(rows, starts)
+
+
+def check_table(table: Table, chunks: SortedChunks, leave_out: Sequence[int] = ()) -> list[str]:
+    """What is wrong with the chunks of a table, in words. Rows are known to be in bounds.
+
+    Several ranks must hold every tensor whole; names to leave out need not be there.
+    """
+    shapes = table.shapes
+    if leave_out:
+        # A tensor without elements wants no chunks.
+        shapes = shapes.copy()
+        shapes[list(leave_out)] = 0
+    rows = chunks.rows
+    suspects = find_untiled_rows(
+        shapes, table.name_ids, table.offsets, table.sizes, table.cut_dims, rows
+    )
+    if not len(suspects):
+        return []
+    ndims = np.zeros(len(table.names), dtype=np.int64)
+    for name in suspects.tolist():
+        plan, row = table.row_in_plan(int(table.first_rows[name]))
+        ndims[name] = plan.schema.ndims[row]
+    holders = table.ranks[rows]
+    listed = Chunks(shapes, chunks.starts, table.offsets[rows], table.sizes[rows])
+    return check_coverage(table.names, listed, ndims, len(table.plans) > 1, holders)
 
 
 def check_coverage(
@@ -284,7 +355,7 @@ def check_coverage(
     `holders` are the ranks that write the chunks, where known. Without `whole`, only
     overlaps count: the plan of a single rank that holds a part of a tensor is not wrong.
     """
-    outside = out_of_bounds(chunks.shapes[chunks.owners], chunks.offsets, chunks.sizes)
+    outside = out_of_bounds(chunks.shapes, chunks.offsets, chunks.sizes, chunks.owners)
     reaching_out, rows = np.unique(chunks.owners[outside], return_index=True)
     errors = []
     for tensor, row in zip(reaching_out.tolist(), np.flatnonzero(outside)[rows], strict=True):

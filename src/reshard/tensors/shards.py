@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from reshard.api import PlanError, UnsupportedLayoutError
-from reshard.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
+from reshard.metadata import STATE_DICT_TYPE, MetadataIndex
 from reshard.tensors.foreign import to_chunk
 from reshard.tensors.layout import Cut, Region, local_regions
 
 __all__ = [
+    "Box",
     "DTensorReader",
     "LocalShard",
     "describes_itself",
@@ -30,14 +31,18 @@ __all__ = [
     "is_dense",
     "is_plain",
     "is_sharded",
-    "local_chunks",
     "local_shards",
     "plain_local_tensor",
     "shards_of_all_ranks",
     "takes_part",
+    "wanted_regions",
 ]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
 
 
 class Mesh(Protocol):
@@ -226,28 +231,30 @@ def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
     return tensor
 
 
-def local_chunks(fqn: str, value: Any) -> list[ChunkStorageMetadata]:
+def wanted_regions(fqn: str, value: Any, reader: DTensorReader) -> list[Box]:
     """The regions of `value` that this rank wants to fill."""
+    if plain_local_tensor(value) is not None:
+        return [(region.offsets, region.sizes) for region in reader.regions(fqn, value)]
     if describes_itself(value, "__create_chunk_list__"):
-        if not takes_part(fqn, value):
+        if not takes_part(fqn, value, reader):
             return []
-        return [to_chunk(chunk) for chunk in value.__create_chunk_list__()]
+        chunks = [to_chunk(chunk) for chunk in value.__create_chunk_list__()]
+        return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     if not isinstance(value, torch.Tensor):
         raise PlanError(f"{fqn!r} is a {type(value).__name__}, which has no regions to load")
-    return [
-        ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
-        for shard in local_shards(fqn, value)
-    ]
+    return [(shard.offsets, shard.sizes) for shard in local_shards(fqn, value, reader)]
 
 
-def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+def find_tensor_shard(
+    tensor: torch.Tensor, index: MetadataIndex, reader: DTensorReader | None = None
+) -> torch.Tensor:
     """The local memory of the shard that `index` names."""
     value = tensor
     if describes_itself(value, "__get_tensor_shard__"):
         own: torch.Tensor = value.__get_tensor_shard__(index)  # type: ignore[attr-defined]
         return own
     if isinstance(value, DTensor | ShardedTensor):
-        shards = list(local_shards(index.fqn, value))
+        shards = list(local_shards(index.fqn, value, reader))
         if index.offset is None:
             if len(shards) == 1:
                 return shards[0].tensor
@@ -269,13 +276,15 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
     return value
 
 
-def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) -> Any:
+def find_state_dict_object(
+    state_dict: STATE_DICT_TYPE, index: MetadataIndex, reader: DTensorReader | None = None
+) -> Any:
     """The value that `index` names; of a sharded tensor, the local memory of the shard."""
     if index.fqn not in state_dict:
         raise ValueError(f"there is no {index.fqn!r} in the state dict")
     value = state_dict[index.fqn]
     if isinstance(value, torch.Tensor):
-        return find_tensor_shard(value, index)
+        return find_tensor_shard(value, index, reader)
     if index.offset is not None:
         raise ValueError(
             f"{index.fqn!r} is a {type(value).__name__}, which has no part at {tuple(index.offset)}"
