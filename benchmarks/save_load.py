@@ -284,7 +284,7 @@ def run_ranks(job: str, world_size: int, box: Path, size: int) -> dict[str, Any]
 
 
 def show(console: Console, results: dict[str, Any]) -> None:
-    gigabytes = results["bytes"] / 1e9
+    gigabytes = results.get("bytes", 0) / 1e9
     table = Table(title=f"Two ranks, model and Adam state, {gigabytes:.1f} GB")
     for column in ("what", "system", "seconds", "GB/s", "of raw", "x DCP"):
         table.add_column(column, justify="left" if column in ("what", "system") else "right")
@@ -300,7 +300,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
             what_shown = ""
             what = what_shown
     console.print(table)
-    memory = results["memory"]
+    memory = results.get("memory", {"save": 0, "load": 0})
     console.print(
         f"memory above the state: save {memory['save'] / 2**20:.0f} MiB, "
         f"load {memory['load'] / 2**20:.0f} MiB"

@@ -270,33 +270,64 @@ class WriteItems(LazyList[WriteItem]):
         return len(self.base) if self.rows is None else len(self.rows)
 
     def _make_one(self, position: int) -> WriteItem:
+        return self._make(slice(position, position + 1))[0]
+
+    def _make_all(self) -> list[WriteItem]:
+        return self._make(slice(None))
+
+    def _make(self, positions: slice) -> list[WriteItem]:
         base, schema = self.base, self.base.schema
-        row = position if self.rows is None else int(self.rows[position])
-        hint = int(base.hints[row] if self.hints is None else self.hints[position])
-        name, kind = schema.names[row], int(schema.kinds[row])
-        index = None if hint < 0 else hint
-        if kind == BYTES:
-            nbytes = int(base.nbytes[row])
-            return WriteItem(
-                MetadataIndex(name, None, index),
-                WriteItemType.BYTE_IO,
-                None if nbytes < 0 else BytesIOWriteData(nbytes),
+        rows = np.arange(len(base)) if self.rows is None else self.rows
+        rows = rows[positions]
+        hints = base.hints[rows] if self.hints is None else self.hints[positions]
+        return [
+            _write_item(schema.names[row], *columns)
+            for row, *columns in zip(
+                rows.tolist(),
+                schema.kinds[rows].tolist(),
+                schema.dtypes[rows].tolist(),
+                schema.flags[rows].tolist(),
+                schema.ndims[rows].tolist(),
+                schema.shapes[rows].tolist(),
+                base.offsets[rows].tolist(),
+                base.sizes[rows].tolist(),
+                hints.tolist(),
+                base.nbytes[rows].tolist(),
+                strict=True,
             )
-        dims = int(schema.ndims[row])
-        offsets = torch.Size(base.offsets[row, :dims].tolist())
-        return WriteItem(
-            MetadataIndex(name, None if schema.flags[row] & NO_OFFSET else offsets, index),
-            _TYPE_OF[kind],
-            tensor_data=TensorWriteData(
-                ChunkStorageMetadata(offsets, torch.Size(base.sizes[row, :dims].tolist())),
-                properties_of(schema, row),
-                torch.Size(schema.shapes[row, :dims].tolist()),
-            ),
-        )
+        ]
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self.columns()
         return _unpack_write_items, (pack_schema(columns.schema), pack_placement(columns))
+
+
+def _write_item(
+    name: str,
+    kind: int,
+    dtype: int,
+    flags: int,
+    dims: int,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    hint: int,
+    nbytes: int,
+) -> WriteItem:
+    index = None if hint < 0 else hint
+    if kind == BYTES:
+        known = None if nbytes < 0 else BytesIOWriteData(nbytes)
+        return WriteItem(MetadataIndex(name, None, index), WriteItemType.BYTE_IO, known)
+    offset = torch.Size(offsets[:dims])
+    return WriteItem(
+        MetadataIndex(name, None if flags & NO_OFFSET else offset, index),
+        _TYPE_OF[kind],
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offset, torch.Size(sizes[:dims])),
+            properties_from(DTYPES[dtype], flags),
+            torch.Size(shape[:dims]),
+        ),
+    )
 
 
 def _unpack_write_items(schema: bytes, placement: bytes) -> WriteItems:
@@ -390,25 +421,30 @@ class ReadItems(LazyList[ReadItem]):
 
     def _make_one(self, position: int) -> ReadItem:
         base = self.base
-        dest = base.names[base.dest_names[position]]
-        stored = base.names[base.storage_names[position]]
-        if base.is_value[position]:
-            zero = torch.Size((0,))
-            return ReadItem(
-                LoadItemType.BYTE_IO, MetadataIndex(dest), zero, MetadataIndex(stored), zero, zero
-            )
-        dims = int(base.ndims[position])
-        shard, dest_offsets, chunk, storage_offsets, lengths = (
-            torch.Size(point) for point in base.regions[position, :, :dims].tolist()
+        return _read_item(
+            base.names,
+            int(base.dest_names[position]),
+            int(base.storage_names[position]),
+            bool(base.is_value[position]),
+            int(base.ndims[position]),
+            int(base.dest_hints[position]),
+            int(base.storage_hints[position]),
+            base.regions[position].tolist(),
         )
-        return ReadItem(
-            LoadItemType.TENSOR,
-            MetadataIndex(dest, shard, _hint(base.dest_hints[position])),
-            dest_offsets,
-            MetadataIndex(stored, chunk, _hint(base.storage_hints[position])),
-            storage_offsets,
-            lengths,
+
+    def _make_all(self) -> list[ReadItem]:
+        base, names = self.base, self.base.names
+        rows = zip(
+            base.dest_names.tolist(),
+            base.storage_names.tolist(),
+            base.is_value.tolist(),
+            base.ndims.tolist(),
+            base.dest_hints.tolist(),
+            base.storage_hints.tolist(),
+            base.regions.tolist(),
+            strict=True,
         )
+        return [_read_item(names, *row) for row in rows]
 
     def columns(self) -> ReadColumns:
         """These items as columns; made anew if items were handed out."""
@@ -418,8 +454,31 @@ class ReadItems(LazyList[ReadItem]):
         return _unpack_read_items, (pack_read_columns(self.columns()),)
 
 
-def _hint(value: np.int64) -> int | None:
-    return None if value < 0 else int(value)
+_ZERO = torch.Size((0,))
+
+
+def _read_item(
+    names: Sequence[str],
+    dest: int,
+    stored: int,
+    is_value: bool,
+    dims: int,
+    dest_hint: int,
+    storage_hint: int,
+    region: Sequence[Sequence[int]],
+) -> ReadItem:
+    if is_value:
+        index = MetadataIndex(names[dest]), MetadataIndex(names[stored])
+        return ReadItem(LoadItemType.BYTE_IO, index[0], _ZERO, index[1], _ZERO, _ZERO)
+    shard, dest_offsets, chunk, storage_offsets, lengths = region
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(names[dest], shard[:dims], None if dest_hint < 0 else dest_hint),
+        torch.Size(dest_offsets[:dims]),
+        MetadataIndex(names[stored], chunk[:dims], None if storage_hint < 0 else storage_hint),
+        torch.Size(storage_offsets[:dims]),
+        torch.Size(lengths[:dims]),
+    )
 
 
 def read_columns(items: Sequence[ReadItem]) -> ReadColumns:

@@ -254,19 +254,25 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         self.manifest = manifest
         self.tensor_rows = {name: row for row, name in enumerate(manifest.tensor_names)}
         self.value_rows = {name: row for row, name in enumerate(manifest.value_names)}
+        self._starts: list[int] = manifest.chunk_starts.tolist()
+        self._aliases: list[int] = manifest.aliases.tolist()
+        self._ndims: list[int] = manifest.ndims.tolist()
+        self._dtypes: list[torch.dtype] = [DTYPES[code] for code in manifest.dtypes.tolist()]
+
+    def dtype_of(self, fqn: str) -> torch.dtype:
+        return self._dtypes[self.tensor_rows[fqn]]
 
     def chunk_row(self, index: MetadataIndex) -> int:
         """The row of a chunk in the manifest; KeyError if there is none."""
         m, tensor = self.manifest, self.tensor_rows[index.fqn]
-        if m.aliases[tensor] >= 0:
-            tensor = int(m.aliases[tensor])
-        begin, end = int(m.chunk_starts[tensor]), int(m.chunk_starts[tensor + 1])
-        dims = int(m.ndims[tensor])
-        wanted = np.zeros(dims, dtype=np.int64) if index.offset is None else np.array(index.offset)
+        if self._aliases[tensor] >= 0:
+            tensor = self._aliases[tensor]
+        begin, end, dims = self._starts[tensor], self._starts[tensor + 1], self._ndims[tensor]
+        wanted = (0,) * dims if index.offset is None else tuple(index.offset)
         if len(wanted) == dims:
             if index.index is not None and 0 <= index.index < end - begin:
                 guess = begin + index.index
-                if (m.chunk_offsets[guess, :dims] == wanted).all():
+                if tuple(m.chunk_offsets[guess, :dims].tolist()) == wanted:
                     return guess
             found = np.flatnonzero((m.chunk_offsets[begin:end, :dims] == wanted).all(axis=1))
             if len(found):

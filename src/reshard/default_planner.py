@@ -331,6 +331,10 @@ class DefaultLoadPlanner(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
+    def fills_in_place(self) -> bool:
+        """Whether tensors need no further step once they are filled."""
+        return type(self).commit_tensor is DefaultLoadPlanner.commit_tensor
+
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing to do: `resolve_tensor` gave a view of the tensor to fill."""
 

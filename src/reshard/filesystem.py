@@ -46,12 +46,12 @@ from reshard.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
     WriteItemType,
 )
-from reshard.planning.columns import DTYPES
 from reshard.storage import StorageInfo, StorageReader, StorageWriter, WriteResult
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Reader, Store
@@ -408,62 +408,70 @@ class FileSystemReader(StorageReader):
         return future
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        table: StorageTable = self.storage_data
-        m = table.manifest
-        store = self.open_store()
-        requests: list[Request] = []
-        values = []
-        readers: dict[str, Reader] = {}
+        files = _Files(self.open_store(), self.storage_data.manifest)
         try:
-            for item in plan.items:
-                if item.type is LoadItemType.BYTE_IO:
-                    row = table.value_rows[item.storage_index.fqn]
-                    _open(store, readers, m, int(m.value_files[row]))
-                    values.append((item, row))
-                    continue
-                row = table.chunk_row(item.storage_index)
-                file = _open(store, readers, m, int(m.chunk_files[row]))
-                dims = len(item.lengths)
-                tensor = planner.resolve_tensor(item)
-                if tuple(tensor.shape) != tuple(item.lengths):
-                    raise ValueError(
-                        f"resolve_tensor returned a tensor of shape {tuple(tensor.shape)} for "
-                        f"{item.dest_index.fqn!r}, to be filled with {tuple(item.lengths)}"
-                    )
-                target = tensor.detach()
-                dtype = DTYPES[m.dtypes[table.tensor_rows[item.storage_index.fqn]]]
-                requests.append(
-                    Request(
-                        name=item.storage_index.fqn,
-                        file=file,
-                        begin=int(m.chunk_begins[row]),
-                        chunk_shape=m.chunk_sizes[row, :dims].tolist(),
-                        dtype=dtype,
-                        checksum=int(m.chunk_checksums[row]),
-                        offsets=item.storage_offsets,
-                        lengths=item.lengths,
-                        target=target,
-                        done=partial(planner.commit_tensor, item, tensor),
-                    )
-                )
+            requests, values = self._requests(plan.items, planner, files)
             threads = self.thread_count or default_threads()
-            self.bytes_read += read_regions(readers, requests, self.verify, threads, store.location)
+            where = files.store.location
+            self.bytes_read += read_regions(files.readers, requests, self.verify, threads, where)
             for item, row in values:
-                file = m.files[int(m.value_files[row])]
-                data = read_bytes(
-                    readers[file],
-                    item.storage_index.fqn,
-                    int(m.value_begins[row]),
-                    int(m.value_nbytes[row]),
-                    int(m.value_checksums[row]),
-                    self.verify,
-                    f"{file!r} of {store.location}",
-                )
+                data = self._read_value(item.storage_index.fqn, row, files)
                 planner.load_bytes(item, self._as_expected(planner, item.storage_index.fqn, data))
                 self.bytes_read += len(data)
         finally:
-            for reader in readers.values():
-                reader.close()
+            files.close()
+
+    def _requests(
+        self, items: Sequence[ReadItem], planner: LoadPlanner, files: _Files
+    ) -> tuple[list[Request], list[tuple[ReadItem, int]]]:
+        """What to read for each item; all files that are needed are open afterwards."""
+        table: StorageTable = self.storage_data
+        m = table.manifest
+        plain = isinstance(planner, DefaultLoadPlanner) and planner.fills_in_place()
+        requests: list[Request] = []
+        values: list[tuple[ReadItem, int]] = []
+        for item in items:
+            name = item.storage_index.fqn
+            if item.type is LoadItemType.BYTE_IO:
+                row = table.value_rows[name]
+                files.open(int(m.value_files[row]))
+                values.append((item, row))
+                continue
+            row = table.chunk_row(item.storage_index)
+            tensor = planner.resolve_tensor(item)
+            if tensor.shape != item.lengths:
+                raise ValueError(
+                    f"resolve_tensor returned a tensor of shape {tuple(tensor.shape)} for "
+                    f"{item.dest_index.fqn!r}, to be filled with {tuple(item.lengths)}"
+                )
+            requests.append(
+                Request(
+                    name=name,
+                    file=files.open(int(m.chunk_files[row])),
+                    begin=int(m.chunk_begins[row]),
+                    chunk_shape=tuple(m.chunk_sizes[row, : len(item.lengths)].tolist()),
+                    dtype=table.dtype_of(name),
+                    checksum=int(m.chunk_checksums[row]),
+                    offsets=item.storage_offsets,
+                    lengths=item.lengths,
+                    target=tensor.detach(),
+                    done=None if plain else partial(planner.commit_tensor, item, tensor),
+                )
+            )
+        return requests, values
+
+    def _read_value(self, name: str, row: int, files: _Files) -> bytes:
+        m = files.manifest
+        path = m.files[int(m.value_files[row])]
+        return read_bytes(
+            files.readers[path],
+            name,
+            int(m.value_begins[row]),
+            int(m.value_nbytes[row]),
+            int(m.value_checksums[row]),
+            self.verify,
+            f"{path!r} of {files.store.location}",
+        )
 
     def _as_expected(self, planner: LoadPlanner, fqn: str, data: bytes) -> io.BytesIO:
         """A stored value for `load_bytes`, which planners in use take for a torch.save file."""
@@ -476,23 +484,36 @@ class FileSystemReader(StorageReader):
         return translated
 
 
-def _open(store: Store, readers: dict[str, Reader], manifest: Manifest, file_id: int) -> str:
-    """Open a shard file, once, and make sure that it is the one that was written."""
-    path = manifest.files[file_id]
-    if path not in readers:
+class _Files:
+    """The shard files of a checkpoint, opened as they are needed."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.readers: dict[str, Reader] = {}
+
+    def open(self, file_id: int) -> str:
+        """Open a file, once, and make sure that it is the one that was written."""
+        path = self.manifest.files[file_id]
+        if path in self.readers:
+            return path
+        where = self.store.location
         try:
-            readers[path] = store.open_reader(path)
+            self.readers[path] = self.store.open_reader(path)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f"the checkpoint at {store.location} lacks its file {path!r}"
+                f"the checkpoint at {where} lacks its file {path!r}"
             ) from error
-        expected = int(manifest.file_sizes[file_id])
-        if readers[path].nbytes != expected:
+        found, expected = self.readers[path].nbytes, int(self.manifest.file_sizes[file_id])
+        if found != expected:
             raise CorruptCheckpointError(
-                f"{path!r} of the checkpoint at {store.location} has {readers[path].nbytes} "
-                f"bytes; {expected} were written"
+                f"{path!r} of the checkpoint at {where} has {found} bytes; {expected} were written"
             )
-    return path
+        return path
+
+    def close(self) -> None:
+        for reader in self.readers.values():
+            reader.close()
 
 
 def read_manifest(store: Store) -> Manifest:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api import CoverageError, MissingKeyError
-from reshard.coordination.channel import Channel, open_channel
+from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
 from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from reshard.engine.reading import Verify
@@ -64,6 +64,7 @@ def load(
     rename: Rename | None = None,
     verify: Literal["off", "chunks", "full"] | None = None,
     allow_pickle: bool = False,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into `state_dict`, in place, whatever mesh it was saved on.
 
@@ -77,7 +78,8 @@ def load(
     they are; `strict="exact"` also refuses keys of the checkpoint that nobody asked for.
     `rename` maps names of the checkpoint, or their dotted prefixes, to names of the state
     dict. `verify` says which chunks are checked against their checksums: those read whole
-    (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`).
+    (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). A rank
+    that does not answer for `timeout_seconds` counts as failed; 0 means to wait for ever.
     """
     reader = _choose_reader(storage_reader, checkpoint_id)
     if isinstance(reader, FileSystemReader):
@@ -93,7 +95,7 @@ def load(
         key: value.state_dict() if is_stateful(value) else value
         for key, value in ((key, state_dict[key]) for key in keys)
     }
-    options = _Options(exact=strict == "exact", rename=rename)
+    options = _Options(strict == "exact", rename, timeout_seconds)
     report = _load(states, reader, process_group, 0, no_dist, chosen, options)
     for key in keys:
         value = state_dict[key]
@@ -246,6 +248,7 @@ def _choose_reader(
 class _Options:
     exact: bool = False
     rename: Rename | None = None
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
 
 def _load(
@@ -259,7 +262,8 @@ def _load(
 ) -> LoadReport:
     began = time.perf_counter()
     use_dist = not no_dist and dist.is_available() and dist.is_initialized()
-    channel = open_channel(process_group, use_dist, coordinator_rank)
+    timeout = options.timeout_seconds
+    channel = open_channel(process_group, use_dist, coordinator_rank, timeout)
     with channel:
         report = _Load(state_dict, reader, planner, channel, options).run()
     report.seconds = time.perf_counter() - began

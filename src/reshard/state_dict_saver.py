@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from reshard.api import StalePlanError
 from reshard.contents import StorageTable, to_metadata
-from reshard.coordination.channel import Channel, open_channel
+from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
 from reshard.coordination.plan_wire import (
     decode_answer,
     decode_results,
@@ -45,6 +45,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
     """Save `state_dict`: every rank its part, and all of it or nothing.
 
@@ -52,7 +53,8 @@ def save(
     one, or with `no_dist`, this process saves on its own). Blocks until the checkpoint is
     committed, and durable unless the writer says otherwise. If any rank fails, every rank
     raises a `CheckpointException` with the reasons, and what was at `checkpoint_id`
-    before is still there.
+    before is still there. A rank that does not answer for `timeout_seconds` counts as
+    failed; 0 means to wait for ever.
 
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.
@@ -65,6 +67,7 @@ def save(
         no_dist=no_dist,
         planner=planner,
         use_collectives=use_collectives,
+        timeout_seconds=timeout_seconds,
     )
 
 
@@ -117,9 +120,10 @@ def _save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
     use_collectives: bool = True,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
     use_dist = not no_dist and dist.is_available() and dist.is_initialized()
-    channel = open_channel(process_group, use_dist, coordinator_rank)
+    channel = open_channel(process_group, use_dist, coordinator_rank, timeout_seconds)
     chosen = planner if planner is not None else DefaultSavePlanner()
     with channel:
         return _Save(state_dict, storage_writer, chosen, channel, use_collectives).run()

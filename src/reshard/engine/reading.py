@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -25,7 +25,9 @@ from reshard.stores.protocol import Reader
 
 __all__ = ["Request", "Verify", "read_bytes", "read_regions"]
 
-_PIECE_BYTES = 2 << 20
+_PIECE_BYTES = 8 << 20
+_HASHED_PIECE_BYTES = 512 << 10
+"""Small enough to be hashed while it is still in the cache of the core that read it."""
 _STAGING_BYTES = 1 << 20
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 8 << 20
@@ -51,21 +53,19 @@ class Request:
     name: str
     file: str
     begin: int
-    chunk_shape: Sequence[int]
+    chunk_shape: tuple[int, ...]
     dtype: torch.dtype
     checksum: int
-    offsets: Sequence[int]
-    lengths: Sequence[int]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
     target: torch.Tensor
     done: Callable[[], None] | None = None
+    whole: bool = field(init=False)
+    nbytes: int = field(init=False)
 
-    @property
-    def whole(self) -> bool:
-        return tuple(self.lengths) == tuple(self.chunk_shape)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.lengths) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        self.whole = self.lengths == self.chunk_shape
+        self.nbytes = math.prod(self.lengths) * self.dtype.itemsize
 
 
 def read_regions(
@@ -122,6 +122,8 @@ def _last_partial(shape: Sequence[int], lengths: Sequence[int]) -> int:
 
 def _is_one_run(shape: Sequence[int], lengths: Sequence[int]) -> bool:
     """Whether the region is contiguous in the stored chunk."""
+    if shape == lengths:
+        return True
     return all(length == 1 for length in lengths[: _last_partial(shape, lengths)])
 
 
@@ -277,8 +279,9 @@ class _Filler:
         nbytes = math.prod(lengths) * self._itemsize
         if target.dtype is self._request.dtype and is_direct(target):
             view = byte_view(target)
-            for position in range(0, nbytes, _PIECE_BYTES):
-                piece = view[position : position + _PIECE_BYTES]
+            step = _PIECE_BYTES if self._hasher is None else _HASHED_PIECE_BYTES
+            for position in range(0, nbytes, step):
+                piece = view[position : position + step]
                 self._reader.read_into(begin + position, [piece])
                 if self._hasher is not None:
                     self._hasher.update(piece)
