@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests bench bench-planning clean
+.PHONY: help setup demo test lint types layers tests test-all bench bench-planning clean
 
 help:  ## Explain every target
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ layers: setup  ## import-linter: imports go down the layers of docs/design
 
 tests: setup  ## pytest on both cores
 	@$(BIN)/python -m pytest --numprocesses 2
+
+test-all: setup  ## pytest with the slow tests as well
+	@$(BIN)/python -m pytest --numprocesses 2 -m ""
 
 bench: bench-planning  ## All benchmarks
 

@@ -12,6 +12,7 @@ import json
 import pickle
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,18 +22,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as DCPSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult as DCPWriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from reshard import FileSystemReader, FileSystemWriter
 from reshard.columnar import WriteItems, write_columns
-from reshard.coordination.plan_wire import decode_save_plans, encode_answer, encode_save_plan
+from reshard.contents import Placement, WriteResults
+from reshard.coordination.plan_wire import (
+    decode_results,
+    decode_save_plans,
+    encode_answer,
+    encode_results,
+    encode_save_plan,
+)
 from reshard.default_planner import DefaultSavePlanner
 from reshard.global_save import chunk_table
 from reshard.planner import SavePlan
@@ -40,6 +52,7 @@ from reshard.planning.columns import WriteColumns
 from reshard.planning.packing import pack_array, pack_compressed
 
 ROWS_PER_RANK, COLUMNS = 8, 512
+PLANNING = ("decode plans", "global plan", "encode answers", "encode manifest")
 HERE = Path(__file__)
 RESULT = HERE.parent.parent / "docs" / "benchmarks" / "planning.json"
 
@@ -124,12 +137,37 @@ def gather(system: str, ranks: int, n_tensors: int, to: Path) -> None:
     derived = derive(ranks - 1, first)
     if [item.index for item in derived.items] != [item.index for item in real.items]:
         raise SystemExit("the derived plans are not those that the planner makes")
-    to.write_bytes(pickle.dumps(messages))
+    results = [results_of(system, rank, derive(rank, first)) for rank in range(ranks)]
+    to.write_bytes(pickle.dumps((messages, results)))
+
+
+def results_of(system: str, rank: int, plan: Any) -> bytes:
+    """What a rank reports after it has written its chunks into one file."""
+    nbytes = ROWS_PER_RANK * COLUMNS * 4
+    if system == "dcp":
+        path = f"__{rank}_0.distcp"
+        return pickle.dumps(
+            [
+                DCPWriteResult(item.index, nbytes, _StorageInfo(path, i * nbytes, nbytes))
+                for i, item in enumerate(plan.items)
+            ]
+        )
+    count = len(plan.items)
+    placement = Placement(
+        files=[(f"__{rank}_0.safetensors", 4096 + count * nbytes)],
+        file_ids=np.zeros(count, dtype=np.int64),
+        begins=4096 + np.arange(count) * nbytes,
+        nbytes=np.full(count, nbytes),
+        checksums=np.arange(count) * 0x9E3779B97F4A7C1 + rank,
+        pickled=np.zeros(count, dtype=np.int64),
+    )
+    return encode_results(WriteResults(plan.items, placement), as_answered=True)
 
 
 def coordinate(system: str, source: Path) -> dict[str, float]:
     """Do what the coordinator does, and say how long each part took."""
-    messages = pickle.loads(source.read_bytes())
+    messages, results = pickle.loads(source.read_bytes())
+    box = Path(tempfile.mkdtemp(dir=source.parent))
     seconds: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -144,6 +182,13 @@ def coordinate(system: str, source: Path) -> dict[str, float]:
         answers, metadata = timed("global plan", lambda: planner.create_global_plan(plans))
         timed("encode answers", lambda: [pickle.dumps(answer) for answer in answers])
         timed("encode manifest", lambda: pickle.dumps(metadata))
+        peak_mb = peak()
+        found = timed("decode results", lambda: [pickle.loads(result) for result in results])
+        writer: Any = dcp.FileSystemWriter(box)
+        timed("write manifest", lambda: writer.finish(metadata, found))
+        del found, metadata, answers, plans
+        reader: Any = dcp.FileSystemReader(box)
+        timed("open and look up", lambda: look_up(reader.read_metadata()))
     else:
         planner = DefaultSavePlanner()
         plans = timed("decode plans", lambda: decode_save_plans(messages))
@@ -153,12 +198,44 @@ def coordinate(system: str, source: Path) -> dict[str, float]:
             lambda: [encode_answer(a, sent) for a, sent in zip(answers, plans, strict=True)],
         )
         timed("encode manifest", lambda: encode_manifest_columns(metadata))
+        peak_mb = peak()
+        found = timed(
+            "decode results",
+            lambda: [decode_results(r, a.items) for r, a in zip(results, answers, strict=True)],
+        )
+        for result in found:
+            for path, size in result.placement.files:
+                # The writer makes sure that the files are there; their content is not read.
+                with (box / path).open("wb") as file:
+                    file.truncate(size)
+        writer = FileSystemWriter(box)
+        timed("write manifest", lambda: writer.finish(metadata, found))
+        del found, metadata, answers, plans
+        reader = FileSystemReader(box)
+        timed("open and look up", lambda: look_up(reader.read_metadata()))
+    shutil.rmtree(box)
+    four = sum(seconds[part] for part in PLANNING)
     return {
         **seconds,
-        "seconds": sum(seconds.values()),
+        "seconds": four,
+        "whole save": four
+        - seconds["encode manifest"]
+        + seconds["decode results"]
+        + seconds["write manifest"],
         "gathered_bytes": sum(map(len, messages)),
-        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_rss_mb": peak_mb,
     }
+
+
+def look_up(metadata: Any) -> Any:
+    """Where the first chunk of one tensor lies."""
+    name, entry = list(metadata.state_dict_metadata.items())[len(metadata.state_dict_metadata) // 2]
+    index = type(next(iter(metadata.storage_data)))(name, entry.chunks[0].offsets, 0)
+    return metadata.storage_data[index]
+
+
+def peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def encode_manifest_columns(metadata: Any) -> list[Any]:
@@ -234,8 +311,11 @@ def main(n_ranks: int, n_tensors: int) -> None:
     for column in ("what", "DCP", "Reshard", "ratio"):
         table.add_column(column, justify="left" if column == "what" else "right")
     ours, theirs = large["reshard"], large["dcp"]
-    for part in ("decode plans", "global plan", "encode answers", "encode manifest", "seconds"):
-        name = "all four" if part == "seconds" else part
+    parts = (*PLANNING, "seconds", "decode results", "write manifest", "whole save")
+    for part in (*parts, "open and look up"):
+        name = {"seconds": "all four", "whole save": "plans, results, manifest written"}.get(
+            part, part
+        )
         table.add_row(
             name,
             f"{theirs[part]:.2f} s",

@@ -28,7 +28,8 @@ __all__ = ["Request", "Verify", "read_bytes", "read_regions"]
 _PIECE_BYTES = 8 << 20
 _HASHED_PIECE_BYTES = 512 << 10
 """Small enough to be hashed while it is still in the cache of the core that read it."""
-_STAGING_BYTES = 1 << 20
+_STAGING_BYTES = 4 << 20
+_VIEW_BYTES = 32 << 20
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 8 << 20
 _BATCH_ITEMS = 500
@@ -304,16 +305,28 @@ class _Filler:
         row_shape = self._shape[dim + 1 :]
         first = (*offsets[: dim + 1], *(0,) * len(row_shape))
         begin = self._request.begin + _ravel(self._shape, first) * self._itemsize
-        step = max(1, _STAGING_BYTES // row_bytes)
         leading = (1,) * dim
-        for row in range(0, lengths[dim], step):
-            count = min(step, lengths[dim] - row)
-            rows = self._stage(begin + row * row_bytes, count * row_bytes)
+        row = 0
+        while row < lengths[dim]:
+            at = begin + row * row_bytes
+            count = min(max(1, _VIEW_BYTES // row_bytes), lengths[dim] - row)
+            rows = self._view(at, count * row_bytes)
+            if rows is None:
+                count = min(max(1, _STAGING_BYTES // row_bytes), count)
+                rows = self._stage(at, count * row_bytes)
             rows = rows.view(*leading, count, *row_shape)
             for inner in range(dim + 1, len(lengths)):
                 if lengths[inner] != self._shape[inner]:
                     rows = rows.narrow(inner, offsets[inner], lengths[inner])
             target.narrow(dim, row, count).copy_(rows)
+            row += count
+
+    def _view(self, begin: int, nbytes: int) -> torch.Tensor | None:
+        """Bytes of the file as elements, if they are in memory already."""
+        view = self._reader.view(begin, nbytes)
+        if view is None or begin % self._itemsize:
+            return None
+        return torch.frombuffer(view, dtype=torch.uint8).view(self._request.dtype)
 
     def _stage(self, begin: int, nbytes: int) -> torch.Tensor:
         """Bytes of the file in the buffer, as elements of the stored dtype."""

@@ -73,7 +73,7 @@ def write_file(
     writer = store.open_writer(key, file_bytes)
     try:
         writer.write(0, [memoryview(header)])
-        job = _Job(writer, contents, begins, checksums)
+        job = _Job(writer, contents, begins, checksums, durable)
         run_all(job.write, _batches(contents, order), threads)
         if durable:
             writer.sync()
@@ -122,12 +122,14 @@ class _Job:
         writer: Writer,
         contents: Sequence[Content],
         begins: Ints,
-        checksums: npt.NDArray[np.uint64],
+        checksums: Digests,
+        durable: bool,
     ) -> None:
         self._writer = writer
         self._contents = contents
         self._begins = begins
         self._checksums = checksums
+        self._durable = durable
         self._local = threading.local()
 
     def write(self, batch: Sequence[int]) -> None:
@@ -161,6 +163,8 @@ class _Job:
         for part in parts:
             hasher.update(part)
             self._writer.write(position, [part])
+            if self._durable:
+                self._writer.start_sync(position, len(part))
             position += len(part)
         self._checksums[i] = hasher.intdigest()
 

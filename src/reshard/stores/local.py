@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 __all__ = ["LocalStore"]
 
 _MOST_BUFFERS = 1024
 """How many buffers one call of preadv and pwritev takes (IOV_MAX on Linux)."""
+
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 class LocalStore:
@@ -119,6 +126,13 @@ class _LocalWriter(_LocalFile):
             errno.EIO, f"the disk takes no more bytes at offset {offset}", str(self._path)
         )
 
+    def start_sync(self, offset: int, nbytes: int) -> None:
+        # The disk works while the next piece is copied. Only a hint, so its result does not
+        # matter: fsync reports what goes wrong.
+        start = _sync_file_range()
+        if start is not None and self._system is os:
+            start(self._descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+
     def sync(self) -> None:
         self._system.fsync(self._descriptor)
 
@@ -131,9 +145,59 @@ class _LocalReader(_LocalFile):
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._transfer(self._system.preadv, offset, buffers, self._cut_short)
 
+    def view(self, offset: int, nbytes: int) -> memoryview | None:
+        """A mapping, but only of what is in memory already.
+
+        A page that has to be fetched can fail to be, which in a mapping ends the process
+        with SIGBUS; `read_into` raises an error instead.
+        """
+        begin = offset - offset % mmap.PAGESIZE
+        end = offset + nbytes
+        if self._system is not os or nbytes == 0 or end > self.nbytes:
+            return None
+        # Private, so that it counts as writable, which torch asks of memory; nobody writes.
+        mapping = mmap.mmap(
+            self._descriptor,
+            end - begin,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=begin,
+        )
+        return memoryview(mapping)[offset - begin :] if _is_resident(mapping) else None
+
     def _cut_short(self, offset: int) -> OSError:
         return OSError(
             errno.EIO,
             f"the file ends at {offset}, before the data that it should hold",
             str(self._path),
         )
+
+
+def _is_resident(mapping: mmap.mmap) -> bool:
+    """Whether all pages of a mapping are in the page cache."""
+    mincore = _mincore()
+    if mincore is None:
+        return False
+    first = ctypes.c_ubyte.from_buffer(mapping)
+    found = bytearray(-(-len(mapping) // mmap.PAGESIZE))
+    flags = (ctypes.c_ubyte * len(found)).from_buffer(found)
+    answered = mincore(ctypes.addressof(first), len(mapping), flags) == 0
+    del first, flags
+    # Only the lowest bit of each entry has a meaning.
+    return answered and bool((np.frombuffer(found, dtype=np.uint8) & 1).all())
+
+
+@cache
+def _mincore() -> Any:
+    call = getattr(ctypes.CDLL(None), "mincore", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return call
+
+
+@cache
+def _sync_file_range() -> Any:
+    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call

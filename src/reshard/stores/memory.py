@@ -61,6 +61,12 @@ class _MemoryFile:
             buffer[:] = part
             offset += len(buffer)
 
+    def view(self, offset: int, nbytes: int) -> memoryview | None:
+        return memoryview(self._content)[offset : offset + nbytes]
+
+    def start_sync(self, offset: int, nbytes: int) -> None:
+        """Nothing to do."""
+
     def sync(self) -> None:
         """Nothing to do."""
 

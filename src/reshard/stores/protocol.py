@@ -19,6 +19,9 @@ class Writer(Protocol):
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers` one after the other from `offset` on; all or an error."""
 
+    def start_sync(self, offset: int, nbytes: int) -> None:
+        """Begin to make a range durable, without waiting; `sync` will be faster then."""
+
     def sync(self) -> None:
         """Make what was written durable."""
 
@@ -35,6 +38,9 @@ class Reader(Protocol):
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers` one after the other from `offset` on; all or an error."""
+
+    def view(self, offset: int, nbytes: int) -> memoryview | None:
+        """The bytes themselves, to be read only; None if that would take any I/O."""
 
     def close(self) -> None:
         """Release the file. It may be called more than once."""

@@ -1,0 +1,305 @@
+"""What every store must do: one class of tests, one subclass for each store."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.stores.local import LocalStore
+from reshard.stores.memory import MemoryStore
+from reshard.stores.protocol import Store
+from support.failing_system import refusing
+
+
+def put(store: Store, key: str, data: bytes) -> None:
+    writer = store.open_writer(key, len(data))
+    writer.write(0, [memoryview(data)])
+    writer.sync()
+    writer.close()
+
+
+def get(store: Store, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+    reader = store.open_reader(key)
+    try:
+        buffer = bytearray(reader.nbytes - offset if nbytes is None else nbytes)
+        reader.read_into(offset, [memoryview(buffer)])
+        return bytes(buffer)
+    finally:
+        reader.close()
+
+
+class StoreTests:
+    """Subclasses give a `store` fixture: a place that is not made yet."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        raise NotImplementedError
+
+    def test_a_place_that_was_not_made_has_no_keys(self, store: Store) -> None:
+        assert store.list() == []
+
+    def test_a_place_may_be_made_twice_and_keeps_its_files(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"1")
+        store.create()
+
+        assert store.list() == ["a"]
+
+    def test_the_place_has_a_name_for_people(self, store: Store) -> None:
+        assert isinstance(store.location, str)
+        assert store.location
+
+    def test_what_was_written_is_read_back(self, store: Store) -> None:
+        store.create()
+        data = os.urandom(100_003)
+        put(store, "__0_0.safetensors", data)
+
+        assert get(store, "__0_0.safetensors") == data
+
+    def test_any_range_can_be_read(self, store: Store) -> None:
+        store.create()
+        data = os.urandom(1000)
+        put(store, "a", data)
+
+        for offset, nbytes in [(0, 1), (999, 1), (1, 998), (500, 0), (1000, 0), (0, 1000)]:
+            assert get(store, "a", offset, nbytes) == data[offset : offset + nbytes]
+
+    def test_a_range_can_be_read_into_several_buffers(self, store: Store) -> None:
+        store.create()
+        data = os.urandom(100)
+        put(store, "a", data)
+        buffers = [bytearray(3), bytearray(0), bytearray(7), bytearray(1)]
+        reader = store.open_reader("a")
+        reader.read_into(10, [memoryview(buffer) for buffer in buffers])
+        reader.close()
+
+        assert b"".join(buffers) == data[10:21]
+
+    def test_ranges_can_be_written_in_any_order(self, store: Store) -> None:
+        store.create()
+        data = os.urandom(300)
+        writer = store.open_writer("a", 300)
+        writer.write(200, [memoryview(data)[200:]])
+        writer.write(0, [memoryview(data)[:50], memoryview(b""), memoryview(data)[50:100]])
+        writer.write(100, [memoryview(data)[100:200]])
+        writer.close()
+
+        assert get(store, "a") == data
+
+    def test_more_buffers_than_the_system_takes_at_once_are_written_and_read(
+        self, store: Store
+    ) -> None:
+        store.create()
+        count = 2 * os.sysconf("SC_IOV_MAX") + 17
+        data = os.urandom(3 * count)
+        writer = store.open_writer("a", len(data))
+        writer.write(0, [memoryview(data)[i : i + 3] for i in range(0, len(data), 3)])
+        writer.close()
+        buffers = [bytearray(3) for _ in range(count)]
+        reader = store.open_reader("a")
+        reader.read_into(0, [memoryview(buffer) for buffer in buffers])
+        reader.close()
+
+        assert get(store, "a") == data
+        assert b"".join(buffers) == data
+
+    def test_nothing_written_and_nothing_read_is_fine(self, store: Store) -> None:
+        store.create()
+        writer = store.open_writer("a", 0)
+        writer.write(0, [])
+        writer.write(0, [memoryview(b"")])
+        writer.close()
+        reader = store.open_reader("a")
+        reader.read_into(0, [])
+        reader.close()
+
+        assert get(store, "a") == b""
+
+    def test_the_size_of_a_file_is_known(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"12345")
+        reader = store.open_reader("a")
+
+        assert reader.nbytes == 5
+        reader.close()
+
+    def test_several_threads_write_and_read_one_file(self, store: Store) -> None:
+        store.create()
+        data = os.urandom(8 * 4096)
+        result = bytearray(len(data))
+        writer = store.open_writer("a", len(data))
+
+        def in_threads(work: Any) -> None:
+            threads = [threading.Thread(target=work, args=(4096 * n,)) for n in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        in_threads(lambda begin: writer.write(begin, [memoryview(data)[begin : begin + 4096]]))
+        writer.sync()
+        writer.close()
+        reader = store.open_reader("a")
+        in_threads(
+            lambda begin: reader.read_into(begin, [memoryview(result)[begin : begin + 4096]])
+        )
+        reader.close()
+
+        assert bytes(result) == data
+
+    def test_a_new_file_replaces_one_of_the_same_key(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"long and old")
+        put(store, "a", b"new")
+
+        assert get(store, "a") == b"new"
+        assert store.list() == ["a"]
+
+    def test_keys_are_listed_in_order(self, store: Store) -> None:
+        store.create()
+        for key in ("b", ".metadata", "__10_0.safetensors", "a"):
+            put(store, key, b"x")
+
+        assert store.list() == sorted([".metadata", "__10_0.safetensors", "a", "b"])
+
+    def test_a_deleted_file_is_gone(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"1")
+        put(store, "b", b"2")
+        store.delete("a")
+
+        assert store.list() == ["b"]
+        with pytest.raises(FileNotFoundError):
+            store.open_reader("a")
+
+    def test_deleting_what_is_not_there_is_harmless(self, store: Store) -> None:
+        store.create()
+        store.delete("a")
+
+        assert store.list() == []
+
+    def test_a_missing_file_is_an_error_that_names_it(self, store: Store) -> None:
+        store.create()
+        with pytest.raises(FileNotFoundError, match="missing-key"):
+            store.open_reader("missing-key")
+
+    def test_a_file_in_a_place_that_was_not_made_is_missing(self, store: Store) -> None:
+        with pytest.raises(FileNotFoundError):
+            store.open_reader("a")
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (5, 6), (10, 1), (11, 1), (99, 5)])
+    def test_reading_past_the_end_is_an_error(
+        self, offset: int, nbytes: int, store: Store
+    ) -> None:
+        store.create()
+        put(store, "a", b"0123456789")
+
+        with pytest.raises(OSError, match="ends"):
+            get(store, "a", offset, nbytes)
+
+    def test_a_file_may_be_closed_twice(self, store: Store) -> None:
+        store.create()
+        writer = store.open_writer("a", 1)
+        writer.write(0, [memoryview(b"1")])
+        writer.close()
+        writer.close()
+        reader = store.open_reader("a")
+        reader.close()
+        reader.close()
+
+        assert get(store, "a") == b"1"
+
+    def test_a_commit_publishes_the_whole_of_a_key(self, store: Store) -> None:
+        store.create()
+        store.commit(".metadata", b"first")
+        assert get(store, ".metadata") == b"first"
+
+        store.commit(".metadata", b"2nd")
+        assert get(store, ".metadata") == b"2nd"
+        assert store.list() == [".metadata"]
+
+    def test_a_reader_of_the_old_content_is_not_disturbed_by_a_commit(self, store: Store) -> None:
+        store.create()
+        store.commit(".metadata", b"old old old")
+        reader = store.open_reader(".metadata")
+        store.commit(".metadata", b"new")
+        buffer = bytearray(reader.nbytes)
+        reader.read_into(0, [memoryview(buffer)])
+        reader.close()
+
+        assert bytes(buffer) == b"old old old"
+
+    def test_a_reader_during_commits_sees_one_content_or_another(self, store: Store) -> None:
+        store.create()
+        contents = [bytes([n]) * (1000 * n + 1) for n in range(20)]
+        store.commit(".metadata", contents[0])
+        running = True
+        seen: list[bytes] = []
+
+        def look() -> None:
+            while running:
+                seen.append(get(store, ".metadata"))
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        for content in contents * 5:
+            store.commit(".metadata", content)
+        running = False
+        thread.join()
+
+        assert seen
+        assert set(seen) <= set(contents)
+
+    def test_all_that_was_written_can_be_synced(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"1")
+        store.sync()
+
+        assert get(store, "a") == b"1"
+
+
+class TestLocalStore(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "some" / "place")
+
+    def test_a_directory_is_made_with_its_parents(self, tmp_path: Path) -> None:
+        LocalStore(tmp_path / "a" / "b" / "c").create()
+
+        assert (tmp_path / "a" / "b" / "c").is_dir()
+
+    @pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
+    def test_a_commit_that_fails_leaves_the_old_content(self, call: str, tmp_path: Path) -> None:
+        LocalStore(tmp_path).commit(".metadata", b"old")
+
+        with pytest.raises(OSError) as caught:
+            LocalStore(tmp_path, refusing(errno.EIO, name=call)).commit(".metadata", b"new")
+
+        assert caught.value.errno == errno.EIO
+        assert get(LocalStore(tmp_path), ".metadata") == b"old"
+
+    def test_a_file_where_the_directory_should_be_is_an_error_that_names_it(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "taken").write_bytes(b"")
+
+        with pytest.raises(OSError, match="taken"):
+            LocalStore(tmp_path / "taken").create()
+
+    def test_files_are_closed_when_writing_fails(self, tmp_path: Path) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError):
+            LocalStore(tmp_path, refusing(errno.ENOSPC, name="pwritev")).commit("a", b"1")
+
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+class TestMemoryStore(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return MemoryStore()
