@@ -37,7 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reshard import FileSystemReader, FileSystemWriter
 from reshard.columnar import WriteItems, write_columns
-from reshard.contents import Placement, WriteResults
+from reshard.contents import Placement, WriteResults, WrittenFile
 from reshard.coordination.plan_wire import (
     decode_results,
     decode_save_plans,
@@ -154,7 +154,7 @@ def results_of(system: str, rank: int, plan: Any) -> bytes:
         )
     count = len(plan.items)
     placement = Placement(
-        files=[(f"__{rank}_0.safetensors", 4096 + count * nbytes)],
+        files=[WrittenFile(f"__{rank}_0.safetensors", 4096 + count * nbytes, 4096, rank)],
         file_ids=np.zeros(count, dtype=np.int64),
         begins=4096 + np.arange(count) * nbytes,
         nbytes=np.full(count, nbytes),
@@ -204,10 +204,10 @@ def coordinate(system: str, source: Path) -> dict[str, float]:
             lambda: [decode_results(r, a.items) for r, a in zip(results, answers, strict=True)],
         )
         for result in found:
-            for path, size in result.placement.files:
+            for written in result.placement.files:
                 # The writer makes sure that the files are there; their content is not read.
-                with (box / path).open("wb") as file:
-                    file.truncate(size)
+                with (box / written.path).open("wb") as file:
+                    file.truncate(written.nbytes)
         writer = FileSystemWriter(box)
         timed("write manifest", lambda: writer.finish(metadata, found))
         del found, metadata, answers, plans

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,14 +29,31 @@ from reshard.sequences import LazyList
 from reshard.storage import StorageInfo, WriteResult
 from reshard.tensors.flatten import PathMap
 
-__all__ = ["StorageTable", "WriteResults", "merge_planner_data", "to_manifest", "to_metadata"]
+__all__ = [
+    "Placement",
+    "StorageTable",
+    "WriteResults",
+    "WrittenFile",
+    "merge_planner_data",
+    "to_manifest",
+    "to_metadata",
+]
+
+
+class WrittenFile(NamedTuple):
+    """A shard file: its path, its size, and the size and checksum of its header."""
+
+    path: str
+    nbytes: int
+    header_nbytes: int
+    header_checksum: int
 
 
 @dataclass
 class Placement:
     """Where the items of one rank's plan were written, in the order of the plan."""
 
-    files: list[tuple[str, int]]
+    files: list[WrittenFile]
     file_ids: Ints
     begins: Ints
     nbytes: Ints
@@ -58,7 +75,7 @@ class WriteResults(LazyList[WriteResult]):
     def _make_one(self, position: int) -> WriteResult:
         placement = self.placement
         nbytes = int(placement.nbytes[position])
-        path = placement.files[int(placement.file_ids[position])][0]
+        path = placement.files[int(placement.file_ids[position])].path
         info = StorageInfo(path, int(placement.begins[position]), nbytes)
         return WriteResult(self.items[position].index, nbytes, info)
 
@@ -79,7 +96,7 @@ def to_manifest(
     n_chunks = len(table.chunks.offsets)
     first_rows = np.concatenate([table.chunks.starts[:-1], n_chunks + np.arange(len(values))])
     rows = np.full((n_chunks + len(values), 5), -1, dtype=np.int64)
-    files: list[tuple[str, int]] = []
+    files: list[WrittenFile] = []
     ids = {**tensor_ids, **value_ids}
     known: dict[int, Ints] = {}
     for result in results:
@@ -133,7 +150,7 @@ def _rows_of(
 def _assemble(
     metadata: Metadata,
     rows: Ints,
-    files: Sequence[tuple[str, int]],
+    files: Sequence[WrittenFile],
     values: Sequence[str],
     notes: Mapping[str, str],
 ) -> Manifest:
@@ -154,8 +171,10 @@ def _assemble(
     for name in aliases:
         shapes[position[name]] = shapes[position[tensors[name].alias_of or name]]
     return Manifest(
-        files=[path for path, _ in files],
-        file_sizes=np.array([size for _, size in files], dtype=np.int64),
+        files=[file.path for file in files],
+        file_sizes=np.array([file.nbytes for file in files], dtype=np.int64),
+        header_sizes=np.array([file.header_nbytes for file in files], dtype=np.int64),
+        header_checksums=np.array([file.header_checksum for file in files], dtype=np.int64),
         tensor_names=names,
         dtypes=np.array([DTYPE_CODES[tensors[n].properties.dtype] for n in names], dtype=np.int64),
         flags=np.array([flags_of(tensors[n].properties) for n in names], dtype=np.int64),
@@ -198,7 +217,9 @@ def _unpack_planner_data(data: bytes, where: str, allow_pickle: bool) -> Any:
         return None
     if data[:1] == _PATHS:
         try:
-            return PathMap.unpack(data[1:])
+            paths = PathMap.unpack(data[1:])
+            _check_paths(paths)
+            return paths
         except (ValueError, msgspec.DecodeError) as error:
             raise CorruptCheckpointError(f"{where} has damaged names: {error}") from error
     if is_pickled(data[1:]) and not allow_pickle:
@@ -216,6 +237,19 @@ def merge_planner_data(parts: Sequence[bytes], where: str) -> bytes:
         for name, path in _unpack_planner_data(part, where, allow_pickle=False).items():
             merged.setdefault(name, path)
     return _pack_planner_data(merged)
+
+
+_DEEPEST_PATH = 256
+
+
+def _check_paths(paths: PathMap) -> None:
+    """Paths must lead somewhere: a list cannot be longer than there are names, by much."""
+    most = 16 * len(paths) + 4096
+    for name, path in paths.items():
+        if not path or not isinstance(path[0], str) or len(path) > _DEEPEST_PATH:
+            raise ValueError(f"{name!r} has no path that makes sense")
+        if any(isinstance(key, int) and not 0 <= key < most for key in path):
+            raise ValueError(f"{name!r} is at a position that no list here could have")
 
 
 def to_metadata(manifest: Manifest, where: str, allow_pickle: bool = False) -> Metadata:

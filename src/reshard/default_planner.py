@@ -6,13 +6,14 @@ import copy
 import dataclasses
 import io
 import logging
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from reshard.api import StalePlanError, UnsafeValueError
+from reshard.api import CorruptCheckpointError, StalePlanError, UnsafeValueError
 from reshard.format.values import MAGIC, decode_value, encode_value
 from reshard.global_save import (
     combine_plans,
@@ -42,6 +43,7 @@ from reshard.planner_helpers import (
     _init_state_dict,
     build_read_items,
     build_write_items,
+    check_complete,
 )
 from reshard.tensors.flatten import Rules, StatePath, flatten_state_dict, set_element
 from reshard.tensors.shards import DTensorReader, find_state_dict_object
@@ -389,6 +391,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
                 continue
             value: Any = entry
             if isinstance(entry, TensorStorageMetadata):
+                check_complete(name, entry)
                 value = torch.empty(entry.size, dtype=entry.properties.dtype)
             set_element(state_dict, paths.get(name, (name,)), value)
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -444,6 +447,8 @@ def _decode(fqn: str, value: io.BytesIO, allow_pickle: bool) -> Any:
     if data[: len(MAGIC)] == MAGIC:
         return decode_value(data, fqn, allow_pickle)
     # Not ours: DCP's own planner, or one written for it, stored a torch.save file.
+    if not allow_pickle:
+        _check_torch_file(fqn, data)
     try:
         return torch.load(io.BytesIO(data), weights_only=not allow_pickle)
     except Exception as error:
@@ -451,3 +456,17 @@ def _decode(fqn: str, value: io.BytesIO, allow_pickle: bool) -> Any:
             f"{fqn!r} is stored as a pickled object that could run code when it is read. Pass "
             "allow_pickle=True to load it, if you trust where the checkpoint comes from"
         ) from error
+
+
+def _check_torch_file(fqn: str, data: bytes) -> None:
+    """Refuse what would not be a torch.save file, or would unpack to more than it is."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise UnsafeValueError(
+            f"{fqn!r} is stored in a way that only pickle could read. Pass allow_pickle=True to "
+            "load it, if you trust where the checkpoint comes from"
+        ) from error
+    if unpacked > len(data):
+        raise CorruptCheckpointError(f"{fqn!r} claims {unpacked} bytes, but has {len(data)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 import os
 import platform
@@ -30,6 +31,7 @@ from reshard.contents import (
     Placement,
     StorageTable,
     WriteResults,
+    WrittenFile,
     merge_planner_data,
     to_manifest,
     to_metadata,
@@ -38,7 +40,12 @@ from reshard.default_planner import DefaultLoadPlanner
 from reshard.engine.reading import Request, Verify, read_bytes, read_regions
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import Content, write_file
-from reshard.format.manifest import Manifest, decode_manifest, encode_manifest
+from reshard.format.manifest import (
+    Manifest,
+    check_manifest,
+    decode_manifest,
+    encode_manifest,
+)
 from reshard.format.merging import merge_manifests
 from reshard.format.values import MAGIC, decode_value, is_pickled
 from reshard.metadata import Metadata, StorageMeta
@@ -190,7 +197,9 @@ class FileSystemWriter(StorageWriter):
             written = write_file(
                 store, key, [contents[i] for i in group], threads, durable=self.sync_files
             )
-            placement.files.append((key, written.file_bytes))
+            placement.files.append(
+                WrittenFile(key, written.file_bytes, written.header_bytes, written.header_checksum)
+            )
             placement.file_ids[group] = number
             placement.begins[group] = written.begins
             placement.checksums[group] = written.checksums
@@ -408,7 +417,7 @@ class FileSystemReader(StorageReader):
         return future
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        files = _Files(self.open_store(), self.storage_data.manifest)
+        files = _Files(self.open_store(), self.storage_data.manifest, self.verify)
         try:
             requests, values = self._requests(plan.items, planner, files)
             threads = self.thread_count or default_threads()
@@ -487,9 +496,10 @@ class FileSystemReader(StorageReader):
 class _Files:
     """The shard files of a checkpoint, opened as they are needed."""
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
+    def __init__(self, store: Store, manifest: Manifest, verify: Verify) -> None:
         self.store = store
         self.manifest = manifest
+        self.verify = verify
         self.readers: dict[str, Reader] = {}
 
     def open(self, file_id: int) -> str:
@@ -504,10 +514,24 @@ class _Files:
             raise CorruptCheckpointError(
                 f"the checkpoint at {where} lacks its file {path!r}"
             ) from error
+        except OSError as error:
+            raise CorruptCheckpointError(
+                f"the file {path!r} of the checkpoint at {where} cannot be opened: {error}"
+            ) from error
         found, expected = self.readers[path].nbytes, int(self.manifest.file_sizes[file_id])
         if found != expected:
             raise CorruptCheckpointError(
                 f"{path!r} of the checkpoint at {where} has {found} bytes; {expected} were written"
+            )
+        if self.verify is not Verify.OFF:
+            read_bytes(
+                self.readers[path],
+                "the header",
+                0,
+                int(self.manifest.header_sizes[file_id]),
+                int(self.manifest.header_checksums[file_id]),
+                self.verify,
+                f"{path!r} of {where}",
             )
         return path
 
@@ -520,14 +544,21 @@ def read_manifest(store: Store) -> Manifest:
     """The manifest of the checkpoint in `store`, or that of all its parts."""
     try:
         return _read_one_manifest(store, MANIFEST)
-    except FileNotFoundError as error:
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            raise CheckpointNotFoundError(
+                f"the manifest at {store.location} cannot be read: {error}"
+            ) from error
         parts = _complete_parts(store)
         if not parts:
             raise CheckpointNotFoundError(_describe_absence(store)) from error
     manifests = [_read_one_manifest(store, part) for part in parts]
     merged = merge_manifests(manifests, store.location)
     paths = merge_planner_data([part.planner_data for part in manifests], store.location)
-    return dataclasses.replace(merged, planner_data=paths)
+    merged = dataclasses.replace(merged, planner_data=paths)
+    # Names that share memory on some ranks only have the same bytes there.
+    check_manifest(merged, store.location, shared_bytes=True)
+    return merged
 
 
 def _complete_parts(store: Store) -> list[str]:
@@ -535,7 +566,7 @@ def _complete_parts(store: Store) -> list[str]:
     found: dict[int, dict[int, str]] = {}
     for key in store.list():
         match = _PART.fullmatch(key)
-        if match:
+        if match and int(match[1]) < int(match[2]):
             found.setdefault(int(match[2]), {})[int(match[1])] = key
     complete = [world for world, parts in found.items() if len(parts) == world]
     if len(complete) > 1:
@@ -545,10 +576,10 @@ def _complete_parts(store: Store) -> list[str]:
         )
     if not complete and found:
         world, parts = next(iter(found.items()))
-        missing = sorted(set(range(world)) - set(parts))
+        missing = next(rank for rank in itertools.count() if rank not in parts)
         raise CheckpointNotFoundError(
-            f"the checkpoint at {store.location} is not complete: of {world} ranks, rank "
-            f"{', '.join(map(str, missing[:10]))} did not finish"
+            f"the checkpoint at {store.location} is not complete: of {world} ranks, "
+            f"{world - len(parts)} did not finish, rank {missing} among them"
         )
     return [found[complete[0]][rank] for rank in range(complete[0])] if complete else []
 

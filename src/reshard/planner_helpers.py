@@ -300,6 +300,16 @@ def _plan_one(fqn: str, entry: STORAGE_TYPES, value: Any, reader: DTensorReader)
     return segment
 
 
+def check_complete(fqn: str, entry: TensorStorageMetadata) -> None:
+    """Refuse a tensor that is stored only in part, before memory is made for all of it."""
+    offsets, sizes = chunk_columns(entry.chunks, len(entry.size))
+    if int(sizes.prod(axis=1).sum()) != math.prod(entry.size):
+        raise CoverageError(
+            f"the checkpoint does not hold all of {fqn!r} exactly once: "
+            f"{describe_problem(tuple(entry.size), offsets, sizes)}"
+        )
+
+
 def _plan_tensor(fqn: str, entry: TensorStorageMetadata, wanted: Sequence[Box]) -> _Segment:
     source, dims = entry.alias_of or fqn, len(entry.size)
     offsets, sizes = chunk_columns(entry.chunks, dims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 import warnings
@@ -166,11 +167,11 @@ def read_tensor(
         names = [n for n, e in metadata.state_dict_metadata.items() if hasattr(e, "size")]
         raise MissingKeyError(describe_missing([fqn], names))
     offsets, sizes = _region(fqn, tuple(entry.size), region or ())
-    tensor = torch.empty(sizes, dtype=entry.properties.dtype)
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     items = create_read_items_for_chunk_list(fqn, entry, [chunk])
-    if sum(item.lengths.numel() for item in items) != tensor.numel():
+    if sum(item.lengths.numel() for item in items) != math.prod(sizes):
         raise CoverageError(f"the checkpoint does not hold all of {fqn!r} in that region")
+    tensor = torch.empty(sizes, dtype=entry.properties.dtype)
     planner = _OneTensorPlanner(tensor)
     reader.set_up_storage_reader(metadata, True)
     reader.read_data(LoadPlan(items), planner).wait()

@@ -155,7 +155,6 @@ BUGS: dict[str, tuple[bytes, str]] = {
         pytest.param(
             data,
             id=name,
-            marks=pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"BUG: {reason}"),
         )
         for name, (data, reason) in BUGS.items()
     ],
@@ -188,7 +187,7 @@ def test_a_pickled_value_is_only_run_when_the_caller_says_so(
     trap = tmp_path / "executed"
     bomb = _Bomb(trap)
     data = {
-        "RSV1P": lambda: b"RSV1P" + pickle.dumps(bomb),
+        "RSV1P": lambda: b"RSV1P\xa4Bomb" + pickle.dumps(bomb),
         "torch.save": lambda: _as_torch_save(bomb),
         "bare": lambda: pickle.dumps(bomb, protocol=2),
     }[form]()
@@ -206,7 +205,7 @@ def test_a_mark_that_a_value_is_no_pickle_does_not_open_it(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     trap = tmp_path / "executed"
-    replace_value(checkpoint, "step", b"RSV1P" + pickle.dumps(_Bomb(trap)))
+    replace_value(checkpoint, "step", b"RSV1P\xa4Bomb" + pickle.dumps(_Bomb(trap)))
     # `values.pickled` still says 0.
     assert isinstance(refusal(lambda: load_step(checkpoint)), UnsafeValueError)
     assert not trap.exists()
@@ -225,15 +224,6 @@ def _zip_that_claims(nbytes: int) -> bytes:
     return bytes(data)
 
 
-TORCH_LOAD = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="BUG: a value that does not begin with RSV1 goes to torch.load, which allocates what "
-    "the file claims, even with weights_only",
-)
-
-
-@TORCH_LOAD
 @pytest.mark.parametrize("claimed", [3 << 30, 0xFFFFFFFE])
 def test_a_zip_bomb_in_place_of_a_value_does_not_fill_the_memory(
     claimed: int, checkpoint: Path
@@ -243,7 +233,12 @@ def test_a_zip_bomb_in_place_of_a_value_does_not_fill_the_memory(
         check_refused(lambda: load_step(checkpoint), "'step'")
 
 
-@TORCH_LOAD
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="torch.load allocates a bytearray of any length that a file asks for, even with "
+    "weights_only; such files are only read for planners that store torch.save files themselves",
+)
 def test_a_bytearray_bomb_in_a_torch_file_does_not_fill_the_memory(checkpoint: Path) -> None:
     # bytearray(2 ** 40), which torch's own safe unpickler lets through.
     code = b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R."
@@ -272,16 +267,7 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-NUMPY_WARNS = pytest.mark.xfail(
-    strict=True,
-    raises=DeprecationWarning,
-    reason="BUG: any text goes to numpy.dtype, also aliases that it warns of",
-)
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=NUMPY_WARNS) if k == "numpy" else k for k in EVERYTHING]
-)
+@pytest.mark.parametrize("kind", [*EVERYTHING])
 def test_a_value_with_any_byte_changed_or_cut_off_is_a_value_or_a_clear_error(kind: str) -> None:
     data = encode_value(EVERYTHING[kind])
     refused = 0

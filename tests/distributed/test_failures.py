@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import threading
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.api import CheckpointNotFoundError, RankLostError
+from reshard.api import CheckpointNotFoundError
 from support.ranks import DEAD, run_ranks
 
 RANKS = 3
@@ -274,9 +273,7 @@ def _is_running(pid: int) -> bool:
     "or a RankLostError without failures",
 )
 def test_a_rank_that_takes_the_store_with_it_is_named_too(tmp_path: Path) -> None:
-    outcomes = run_ranks(
-        RANKS, survive_the_store, str(tmp_path), dying={0}, store="tcp on rank 0"
-    )
+    outcomes = run_ranks(RANKS, survive_the_store, str(tmp_path), dying={0}, store="tcp on rank 0")
 
     for kind, failures, seconds in outcomes[1:]:
         assert kind in ("CheckpointException", "RankLostError")
@@ -428,5 +425,3 @@ def test_ranks_stay_in_step_after_failures(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
         f"__{rank}_{2}.safetensors" for rank in range(RANKS)
     ]
-
-

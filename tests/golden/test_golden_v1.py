@@ -372,7 +372,7 @@ def _tagged(tag: int, data: memoryview) -> Any:
         2: dict,
         3: set,
         4: frozenset,
-        5: int,
+        5: lambda number: int.from_bytes(number, "little", signed=True),
         6: lambda pair: complex(*pair),
         7: bytearray,
         8: OrderedDict,
@@ -393,9 +393,9 @@ def as_plain(value: Any) -> Any:
         "Size": (32, list),
         "dtype": (33, lambda v: str(v).removeprefix("torch.")),
         "device": (34, str),
-        "datetime": (48, lambda v: v.isoformat()),
+        "datetime": (48, lambda v: [v.isoformat(), v.fold]),
         "date": (49, lambda v: v.isoformat()),
-        "time": (50, lambda v: v.isoformat()),
+        "time": (50, lambda v: [v.isoformat(), v.fold]),
         "timedelta": (51, lambda v: [v.days, v.seconds, v.microseconds]),
     }
     if type(value).__name__ in tags:

@@ -193,9 +193,7 @@ class StoreTests:
             store.open_reader("a")
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(0, 11), (5, 6), (10, 1), (11, 1), (99, 5)])
-    def test_reading_past_the_end_is_an_error(
-        self, offset: int, nbytes: int, store: Store
-    ) -> None:
+    def test_reading_past_the_end_is_an_error(self, offset: int, nbytes: int, store: Store) -> None:
         store.create()
         put(store, "a", b"0123456789")
 

@@ -47,6 +47,8 @@ def part(rank: int, tensors: Sequence[Held], values: Sequence[str] = ()) -> Mani
     return Manifest(
         files=[f"__{rank}_0.safetensors"],
         file_sizes=column([int(begins[-1]) + 10 * len(values)]),
+        header_sizes=column([4096]),
+        header_checksums=column([rank]),
         tensor_names=names,
         dtypes=column([DTYPE_CODES[held.dtype] for held in tensors]),
         flags=column([rank % 2] * len(names)),
@@ -156,12 +158,6 @@ def test_aliases_refer_to_the_same_names_after_merging() -> None:
     assert merged.aliases.tolist() == [-1, -1, 1]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="BUG: an alias in a later part is forgotten when an earlier part has the tensor itself "
-    "(a rank with an empty shard never sees a tie), and its chunks are then missing",
-)
 def test_a_name_that_only_some_ranks_know_to_be_tied_keeps_all_its_chunks() -> None:
     apart = [Held("a", (4,), [row_box(0, 2)]), Held("b", (4,), [row_box(0, 2)])]
     tied = [Held("a", (4,), [row_box(2, 4)]), Held("b", (4,), (), alias_of="a")]
@@ -172,11 +168,6 @@ def test_a_name_that_only_some_ranks_know_to_be_tied_keeps_all_its_chunks() -> N
     assert [chunk[:2] for chunk in chunks_of(merged, source)] == [((0,), (2,)), ((2,), (2,))]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="BUG: chunks are told apart by their offsets alone, so an empty one hides another",
-)
 def test_an_empty_chunk_does_not_hide_one_that_begins_at_the_same_place() -> None:
     empty = part(0, [Held("w", (4,), [row_box(0, 0)])])
     full = part(1, [Held("w", (4,), [row_box(0, 4)])])
@@ -184,10 +175,6 @@ def test_an_empty_chunk_does_not_hide_one_that_begins_at_the_same_place() -> Non
     assert ((0,), (4,), "__1_0.safetensors", 1000) in chunks_of(merged, "w")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BUG: nothing is checked after merging: one name may be a tensor and a value",
-)
 def test_a_name_that_is_a_tensor_on_one_rank_and_a_value_on_another_is_refused() -> None:
     parts = [part(0, [Held("w", (4,), [row_box(0, 4)])]), part(1, [], ["w"])]
     with pytest.raises(CorruptCheckpointError, match="'w'"):

@@ -24,7 +24,7 @@ from reshard.columnar import (
     unpack_read_columns,
     write_columns,
 )
-from reshard.contents import Placement, WriteResults
+from reshard.contents import Placement, WriteResults, WrittenFile
 from reshard.planner import LoadPlan, SavePlan, WriteItem
 from reshard.planning.packing import (
     pack_array,
@@ -232,6 +232,6 @@ def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResu
         items = WriteItems(unpack_placement(placement, unpack_schema(schema)))
     table = unpack_array(numbers, len(items))
     file_ids, begins, nbytes, checksums, pickled = table.T
-    named = [(path, size) for path, size in files]
-    where = Placement(named, file_ids, begins, nbytes, checksums, pickled)
+    written = [WrittenFile(*file) for file in files]
+    where = Placement(written, file_ids, begins, nbytes, checksums, pickled)
     return WriteResults(items, where)  # type: ignore[return-value]

@@ -48,6 +48,8 @@ class Written:
     """What became of the contents: where each begins in the file, and its checksum."""
 
     file_bytes: int
+    header_bytes: int
+    header_checksum: int
     begins: Ints
     checksums: Ints
 
@@ -79,7 +81,8 @@ def write_file(
             writer.sync()
     finally:
         writer.close()
-    return Written(file_bytes, begins, checksums.view(np.int64))
+    digest = int(np.uint64(checksum(header)).view(np.int64))
+    return Written(file_bytes, len(header), digest, begins, checksums.view(np.int64))
 
 
 def _alignment(dtype: torch.dtype) -> int:

@@ -15,15 +15,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.format.checksum import ALGORITHM, checksum
 from reshard.format.container import Entry, build_header, parse_header
 from reshard.planning.columns import DTYPES, Ints
-from reshard.planning.coverage import out_of_bounds
+from reshard.planning.coverage import Chunks, find_overlapping, find_untiled, out_of_bounds
 
-__all__ = ["FORMAT", "Manifest", "TensorRow", "VERSION", "decode_manifest", "encode_manifest"]
+__all__ = ["FORMAT", "VERSION", "Manifest", "check_manifest", "decode_manifest", "encode_manifest"]
 
 FORMAT = "reshard"
 VERSION = 1
@@ -44,6 +43,8 @@ class Manifest:
 
     files: Sequence[str]
     file_sizes: Ints
+    header_sizes: Ints
+    header_checksums: Ints
     tensor_names: Sequence[str]
     dtypes: Ints
     flags: Ints
@@ -70,16 +71,6 @@ class Manifest:
         return np.array([DTYPES[code].itemsize for code in self.dtypes], dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class TensorRow:
-    """What a manifest says about one tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: slice
-
-
 _COLUMNS = (
     ("tensors.dtypes", "dtypes", "U8"),
     ("tensors.flags", "flags", "U8"),
@@ -98,6 +89,8 @@ _COLUMNS = (
     ("values.checksums", "value_checksums", "I64"),
     ("values.pickled", "value_pickled", "U8"),
     ("files.nbytes", "file_sizes", "I64"),
+    ("files.header_nbytes", "header_sizes", "I64"),
+    ("files.header_checksums", "header_checksums", "I64"),
 )
 _TEXTS = (
     ("files.paths", "files"),
@@ -105,6 +98,7 @@ _TEXTS = (
     ("values.names", "value_names"),
 )
 _NUMPY: dict[str, np.dtype[Any]] = {"U8": np.dtype("u1"), "I64": np.dtype("<i8")}
+_TABLES = ("tensors.shapes", "chunks.offsets", "chunks.sizes")
 _CHECKSUM = "checksum"
 
 
@@ -150,7 +144,7 @@ def decode_manifest(data: bytes | memoryview, where: str) -> Manifest:
     if notes.get("format") != FORMAT:
         raise UnsupportedFormatError(f"{where} is a safetensors file, but not a Reshard manifest")
     version = notes.get("version", "")
-    if not version.isdecimal() or int(version) != VERSION:
+    if version != str(VERSION):
         raise UnsupportedFormatError(
             f"{where} has format version {version!r}; this release reads version {VERSION}. "
             "Install a newer release of reshard"
@@ -177,7 +171,7 @@ def decode_manifest(data: bytes | memoryview, where: str) -> Manifest:
         planner_data=bytes(data[begin + packed.begin : begin + packed.end]),
         notes=notes,
     )
-    _check(manifest, where)
+    check_manifest(manifest, where)
     return manifest
 
 
@@ -185,7 +179,13 @@ def _column(
     entries: Mapping[str, Entry], name: str, kind: str, data: memoryview, where: str
 ) -> Ints:
     entry = entries.get(name)
-    if entry is None or entry.dtype != kind or len(entry.shape) not in (1, 2):
+    dims = 2 if name in _TABLES else 1
+    if (
+        entry is None
+        or entry.dtype != kind
+        or len(entry.shape) != dims
+        or max(entry.shape) > len(data) + _MOST_DIMS
+    ):
         raise CorruptCheckpointError(
             f"{where} lacks the column {name!r}, or has it in another form"
         )
@@ -210,7 +210,9 @@ def _texts(entries: Mapping[str, Entry], name: str, data: memoryview, where: str
 
 
 def _dtype_codes(codes: Ints, names: Sequence[str], where: str) -> Ints:
-    unknown = [name for name in names if name not in _DTYPE_BY_NAME]
+    unknown = [
+        name for name in names if name not in _DTYPE_BY_NAME or name.startswith(("qint", "quint"))
+    ]
     if unknown:
         raise UnsupportedFormatError(
             f"{where} holds tensors of dtype {unknown[0]!r}, which this torch does not have"
@@ -221,7 +223,7 @@ def _dtype_codes(codes: Ints, names: Sequence[str], where: str) -> Ints:
     return table[codes] if len(codes) else codes
 
 
-def _check(m: Manifest, where: str) -> None:
+def check_manifest(m: Manifest, where: str, shared_bytes: bool = False) -> None:
     """Refuse a manifest that contradicts itself, before anything is made from it."""
     n_tensors, n_chunks, n_values = len(m.tensor_names), len(m.chunk_files), len(m.value_names)
     wide = m.shapes.shape[1] if m.shapes.ndim == 2 else 0
@@ -238,13 +240,18 @@ def _check(m: Manifest, where: str) -> None:
                 for c in (m.value_files, m.value_begins, m.value_nbytes, m.value_checksums)
             }
             == {len(m.value_pickled)}
-            and len(m.files) == len(m.file_sizes)
+            and {len(m.files)}
+            == {len(m.file_sizes), len(m.header_sizes), len(m.header_checksums)}
         )
     }  # fmt: skip
     _raise_first(problems, where)
     all_names = [*m.tensor_names, *m.value_names]
     problems = {
         "the same name twice": len(set(all_names)) != len(all_names),
+        "the same file twice": len(set(m.files)) != len(m.files),
+        "a header longer than its file": bool(
+            (m.header_sizes < 0).any() or (m.header_sizes > m.file_sizes).any()
+        ),
         "more dimensions than columns": bool((m.ndims > min(wide, _MOST_DIMS)).any()),
         "chunks that belong to nobody": bool(
             m.chunk_starts[0] != 0
@@ -270,10 +277,12 @@ def _check(m: Manifest, where: str) -> None:
         targets = m.aliases[m.aliases >= 0]
         own = np.flatnonzero(m.aliases >= 0)
         if (m.aliases[targets] >= 0).any() or (
-            (m.shapes[own] != m.shapes[targets]).any() or (m.dtypes[own] != m.dtypes[targets]).any()
+            (m.shapes[own] != m.shapes[targets]).any()
+            or (m.dtypes[own] != m.dtypes[targets]).any()
+            or (m.ndims[own] != m.ndims[targets]).any()
         ):
             raise CorruptCheckpointError(f"{where} has an alias that differs from its tensor")
-    _check_places(m, where)
+    _check_places(m, where, shared_bytes)
 
 
 def _outside(ids: Ints, count: int) -> bool:
@@ -286,8 +295,11 @@ def _raise_first(problems: Mapping[str, bool], where: str) -> None:
             raise CorruptCheckpointError(f"{where} contradicts itself: it has {problem}")
 
 
-def _check_places(m: Manifest, where: str) -> None:
+def _check_places(m: Manifest, where: str, shared_bytes: bool) -> None:
     """Chunks lie within their tensors, bytes within their files, and nothing overlaps."""
+    unused = np.arange(m.shapes.shape[1]) >= m.ndims[:, None]
+    if (m.shapes[unused] != 1).any():
+        raise CorruptCheckpointError(f"{where} has a shape with more extents than dimensions")
     volumes = m.shapes.astype(np.float64).prod(axis=1) * m.itemsizes
     if (volumes >= 2.0**62).any():
         name = m.tensor_names[int(volumes.argmax())]
@@ -298,6 +310,7 @@ def _check_places(m: Manifest, where: str) -> None:
         name = m.tensor_names[int(owners[outside[0]])]
         raise CorruptCheckpointError(f"{where} has a chunk of {name!r} outside of its shape")
     nbytes = m.chunk_sizes.prod(axis=1) * m.itemsizes[owners]
+    _check_chunks(m, owners, where)
 
     files = np.concatenate([m.chunk_files, m.value_files])
     begins = np.concatenate([m.chunk_begins, m.value_begins])
@@ -314,12 +327,25 @@ def _check_places(m: Manifest, where: str) -> None:
     order = real[np.lexsort((begins[real], files[real]))]
     same_file = files[order][1:] == files[order][:-1]
     meets = same_file & (begins[order][1:] < (begins + lengths)[order][:-1])
-    if meets.any():
+    if meets.any() and not shared_bytes:
         at = int(np.flatnonzero(meets)[0])
         one, other = (_name_of(m, owners, int(order[row])) for row in (at, at + 1))
         raise CorruptCheckpointError(
             f"{where} gives the same bytes of {m.files[files[order[at]]]!r} to {one!r}, {other!r}"
         )
+
+
+def _check_chunks(m: Manifest, owners: Ints, where: str) -> None:
+    """Chunks of one tensor do not overlap; that they leave a gap may be."""
+    unused = np.arange(m.shapes.shape[1]) >= m.ndims[owners, None]
+    if (m.chunk_sizes[unused] != 1).any():
+        raise CorruptCheckpointError(f"{where} has a chunk with more sizes than dimensions")
+    chunks = Chunks(m.shapes, m.chunk_starts, m.chunk_offsets, m.chunk_sizes)
+    for tensor in find_untiled(chunks).tolist():
+        if find_overlapping(*chunks.of(tensor), most=1):
+            raise CorruptCheckpointError(
+                f"{where} has chunks of {m.tensor_names[tensor]!r} that overlap"
+            )
 
 
 def _name_of(m: Manifest, owners: Ints, row: int) -> str:

@@ -19,23 +19,30 @@ def merge_manifests(parts: Sequence[Manifest], where: str) -> Manifest:
     names: dict[str, int] = {}
     ids = [_number(part.tensor_names, names) for part in parts]
     width = max(part.shapes.shape[1] for part in parts)
-    dtypes, flags, ndims, aliases, shapes = _agree(parts, ids, list(names), width, where)
+    dtypes, flags, ndims, shapes = _agree(parts, ids, list(names), width, where)
+    aliases = _agreed_aliases(parts, ids, len(names))
 
-    owners = np.concatenate(
-        [np.repeat(own, np.diff(part.chunk_starts)) for own, part in zip(ids, parts, strict=True)]
-    )
-    offsets = np.concatenate([widen(part.chunk_offsets, width, 0) for part in parts])
-    sizes = np.concatenate([widen(part.chunk_sizes, width, 1) for part in parts])
-    _, first = np.unique(rank_points(owners, offsets, shapes), return_index=True)
-    owners = owners[first]
+    sources = [_chunk_sources(part, own, aliases) for part, own in zip(parts, ids, strict=True)]
+    owners = np.concatenate([owner for owner, _ in sources])
+    rows_before = np.cumsum([0, *(len(part.chunk_files) for part in parts)])
+    rows = np.concatenate([r + b for (_, r), b in zip(sources, rows_before, strict=False)])
+    offsets = np.concatenate([widen(part.chunk_offsets, width, 0) for part in parts])[rows]
+    sizes = np.concatenate([widen(part.chunk_sizes, width, 1) for part in parts])[rows]
+    first = _first_of_each(owners, offsets, sizes, shapes, list(names), where)
+    owners, offsets, sizes, rows = owners[first], offsets[first], sizes[first], rows[first]
 
     first_file = np.cumsum([0, *(len(part.files) for part in parts)])
     value_names: dict[str, int] = {}
     value_ids = np.concatenate([_number(part.value_names, value_names) for part in parts])
     _, first_value = np.unique(value_ids, return_index=True)
+    for name in names.keys() & value_names.keys():
+        raise CorruptCheckpointError(
+            f"the ranks that saved {where} without collectives disagree about {name!r}: a tensor "
+            "on one, another value on another"
+        )
 
     def chunks(attribute: str) -> Ints:
-        return np.asarray(np.concatenate([getattr(part, attribute) for part in parts])[first])
+        return np.asarray(np.concatenate([getattr(part, attribute) for part in parts])[rows])
 
     def values(attribute: str) -> Ints:
         return np.asarray(np.concatenate([getattr(part, attribute) for part in parts])[first_value])
@@ -47,6 +54,8 @@ def merge_manifests(parts: Sequence[Manifest], where: str) -> Manifest:
     return Manifest(
         files=[path for part in parts for path in part.files],
         file_sizes=np.concatenate([part.file_sizes for part in parts]),
+        header_sizes=np.concatenate([part.header_sizes for part in parts]),
+        header_checksums=np.concatenate([part.header_checksums for part in parts]),
         tensor_names=list(names),
         dtypes=dtypes,
         flags=flags,
@@ -54,9 +63,9 @@ def merge_manifests(parts: Sequence[Manifest], where: str) -> Manifest:
         shapes=shapes,
         aliases=aliases,
         chunk_starts=np.searchsorted(owners, np.arange(len(names) + 1)),
-        chunk_offsets=offsets[first],
-        chunk_sizes=sizes[first],
-        chunk_files=files("chunk_files")[first],
+        chunk_offsets=offsets,
+        chunk_sizes=sizes,
+        chunk_files=files("chunk_files")[rows],
         chunk_begins=chunks("chunk_begins"),
         chunk_checksums=chunks("chunk_checksums"),
         value_names=list(value_names),
@@ -76,17 +85,15 @@ def _number(own: Sequence[str], names: dict[str, int]) -> Ints:
 
 def _agree(
     parts: Sequence[Manifest], ids: Sequence[Ints], names: Sequence[str], width: int, where: str
-) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+) -> tuple[Ints, Ints, Ints, Ints]:
     """What the parts say about each tensor, which must be the same."""
-    told = np.full((len(names), 4 + width), -2, dtype=np.int64)
+    told = np.full((len(names), 3 + width), -2, dtype=np.int64)
     for own, part in zip(ids, parts, strict=True):
-        aliases = np.where(part.aliases >= 0, own[part.aliases] if len(own) else -1, -1)
-        said = np.column_stack(
-            [part.dtypes, part.flags, part.ndims, aliases, widen(part.shapes, width, 1)]
-        )
+        shapes = widen(part.shapes, width, 1)
+        said = np.column_stack([part.dtypes, part.flags, part.ndims, shapes])
         known = told[own, 0] != -2
         # How a tensor was made may differ (flags); what it is may not.
-        differs = (told[own] != said)[:, [0, 2, *range(4, 4 + width)]].any(axis=1) & known
+        differs = (told[own] != said)[:, [0, *range(2, 3 + width)]].any(axis=1) & known
         if differs.any():
             name = names[int(own[np.flatnonzero(differs)[0]])]
             raise CorruptCheckpointError(
@@ -94,5 +101,58 @@ def _agree(
                 f"dtype of {name!r}"
             )
         told[own[~known]] = said[~known]
-    dtypes, flags, ndims, aliases = (told[:, column] for column in range(4))
-    return dtypes, flags, ndims, aliases, told[:, 4:]
+    dtypes, flags, ndims = (told[:, column] for column in range(3))
+    return dtypes, flags, ndims, told[:, 3:]
+
+
+def _agreed_aliases(parts: Sequence[Manifest], ids: Sequence[Ints], n_names: int) -> Ints:
+    """The tensor whose data each name shares, if all parts that hold some of it say so."""
+    aliases = np.full(n_names, -1, dtype=np.int64)
+    refused = np.zeros(n_names, dtype=bool)
+    for own, part in zip(ids, parts, strict=True):
+        owners = np.repeat(np.arange(len(own)), np.diff(part.chunk_starts))
+        holds = np.zeros(len(own), dtype=bool)
+        holds[owners[(part.chunk_sizes > 0).all(axis=1)]] = True
+        for row in np.flatnonzero(part.aliases >= 0).tolist():
+            target = int(own[part.aliases[row]])
+            refused[own[row]] |= aliases[own[row]] not in (-1, target)
+            aliases[own[row]] = target
+        refused[own[holds]] = True
+    aliases[refused] = -1
+    aliases[aliases[aliases] >= 0] = -1
+    return aliases
+
+
+def _chunk_sources(part: Manifest, own: Ints, aliases: Ints) -> tuple[Ints, Ints]:
+    """Which tensor each chunk of a part belongs to, and the row of the chunk.
+
+    A name that shares the data of another here, but not everywhere, has its chunks too.
+    """
+    counts = np.diff(part.chunk_starts)
+    owners, rows = [np.repeat(own, counts)], [np.arange(len(part.chunk_files))]
+    for row in np.flatnonzero(part.aliases >= 0).tolist():
+        if aliases[own[row]] < 0:
+            target = int(part.aliases[row])
+            shared = np.arange(part.chunk_starts[target], part.chunk_starts[target + 1])
+            owners.append(np.full(len(shared), own[row]))
+            rows.append(shared)
+    return np.concatenate(owners), np.concatenate(rows)
+
+
+def _first_of_each(
+    owners: Ints, offsets: Ints, sizes: Ints, shapes: Ints, names: Sequence[str], where: str
+) -> Ints:
+    """One row for each chunk, sorted by tensor and position; empty ones only if alone."""
+    empty = (sizes == 0).any(axis=1)
+    keys = rank_points(owners, offsets, shapes)
+    order = np.lexsort((empty, keys))
+    new = np.diff(keys[order], prepend=keys[order[0]] - 1 if len(order) else 0) != 0
+    leaders = np.repeat(order[new], np.diff(np.append(np.flatnonzero(new), len(order))))
+    differs = (sizes[order] != sizes[leaders]).any(axis=1) & ~empty[order]
+    if differs.any():
+        name = names[int(owners[order[np.flatnonzero(differs)[0]]])]
+        raise CorruptCheckpointError(
+            f"the ranks that saved {where} without collectives hold different chunks of {name!r} "
+            "that start at the same place"
+        )
+    return np.asarray(order[new])

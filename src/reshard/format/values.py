@@ -3,15 +3,17 @@
     b"RSV1" kind payload
 
 `kind` is b"M" for the tagged encoding, a MessagePack tree in which every type that
-MessagePack lacks is an extension, or b"P" for a pickle. Pickles are only made for types
-that the tagged encoding does not know, and only read when the caller says so.
+MessagePack lacks is an extension, or b"P" for a pickle, after the name of its type as a
+MessagePack string. Pickles are only made for types that the tagged encoding does not
+know, and only read when the caller says so.
 """
 
 from __future__ import annotations
 
 import datetime
-import io
+import math
 import pickle
+import re
 from collections import OrderedDict
 from enum import IntEnum
 from typing import Any
@@ -58,11 +60,10 @@ def encode_value(value: Any) -> bytes:
     """The bytes to store for `value`."""
     try:
         return MAGIC + TAGGED + msgspec.msgpack.encode(_to_tree(value, 0))
-    except _Unknown:
-        buffer = io.BytesIO()
-        buffer.write(MAGIC + PICKLED)
-        pickle.dump(value, buffer, protocol=4)
-        return buffer.getvalue()
+    except (_Unknown, UnicodeEncodeError):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        name = msgspec.msgpack.encode(kind[:200])
+        return b"".join([MAGIC, PICKLED, name, pickle.dumps(value, protocol=4)])
 
 
 def is_pickled(data: bytes | memoryview) -> bool:
@@ -75,21 +76,36 @@ def decode_value(data: bytes, fqn: str, allow_pickle: bool = False) -> Any:
     if data[:4] != MAGIC or kind not in (TAGGED, PICKLED):
         raise CorruptCheckpointError(f"{fqn!r} is not stored as a value of this format")
     if kind == PICKLED:
+        name, pickled = _split_name(payload, fqn)
         if not allow_pickle:
             raise UnsafeValueError(
-                f"{fqn!r} is stored as a pickled object, which could run code when it is read. "
-                "Pass allow_pickle=True to load it, if you trust where the checkpoint comes from"
+                f"{fqn!r} is stored as a pickled object of type {name}, which could run code when "
+                "it is read. Pass allow_pickle=True to load it, if you trust where the checkpoint "
+                "comes from"
             )
-        return pickle.loads(payload)
+        return pickle.loads(pickled)
     try:
         return _Decoder().decode(payload)
     except (
         msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RuntimeError,
-        OverflowError, RecursionError, EOFError,
+        OverflowError, EOFError, MemoryError,
     ) as error:  # fmt: skip
         raise CorruptCheckpointError(
             f"the stored value of {fqn!r} makes no sense: {error}"
         ) from error
+
+
+def _split_name(payload: memoryview, fqn: str) -> tuple[str, memoryview]:
+    """The type that a pickle is of, and the pickle."""
+    length = len(payload)
+    # A MessagePack string of up to 255 bytes: its length is in the first or second byte.
+    if length and 0xA0 <= payload[0] <= 0xBF:
+        begin, size = 1, payload[0] & 0x1F
+    elif length > 1 and payload[0] == 0xD9:
+        begin, size = 2, payload[1]
+    else:
+        raise CorruptCheckpointError(f"the pickled value of {fqn!r} does not name its type")
+    return bytes(payload[begin : begin + size]).decode(errors="replace"), payload[begin + size :]
 
 
 _PLAIN = (bool, float, str, bytes)
@@ -100,7 +116,7 @@ def _to_tree(value: Any, depth: int) -> Any:
     if value is None or kind in _PLAIN:
         return value
     if kind is int:
-        return value if -(2**63) <= value < 2**64 else _ext(_Tag.BIG_INT, str(value))
+        return value if -(2**63) <= value < 2**64 else _big_int(value)
     if depth > _DEEPEST:
         raise _Unknown
     if kind is list:
@@ -125,6 +141,11 @@ def _ext(tag: _Tag, content: Any) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(int(tag), msgspec.msgpack.encode(content))
 
 
+def _big_int(value: int) -> msgspec.msgpack.Ext:
+    nbytes = value.bit_length() // 8 + 1
+    return _ext(_Tag.BIG_INT, value.to_bytes(nbytes, "little", signed=True))
+
+
 def _pairs(value: Any, depth: int) -> list[Any]:
     return [(_to_tree(key, depth + 1), _to_tree(inner, depth + 1)) for key, inner in value.items()]
 
@@ -137,6 +158,8 @@ def _tensor(value: torch.Tensor, depth: int) -> msgspec.msgpack.Ext:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise _Unknown
     flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A tensor of one element counts as contiguous whatever its stride; a view does not.
+    flat = flat.as_strided(flat.shape, (1,))
     data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
     return _ext(_Tag.TORCH_TENSOR, (_dtype_name(value.dtype), tuple(value.shape), data))
 
@@ -164,9 +187,9 @@ _ENCODERS: dict[type, Any] = {
     torch.dtype: lambda value, depth: _ext(_Tag.TORCH_DTYPE, _dtype_name(value)),
     torch.device: lambda value, depth: _ext(_Tag.TORCH_DEVICE, str(value)),
     torch.Tensor: _tensor,
-    datetime.datetime: lambda value, depth: _ext(_Tag.DATETIME, value.isoformat()),
+    datetime.datetime: lambda value, depth: _ext(_Tag.DATETIME, (value.isoformat(), value.fold)),
     datetime.date: lambda value, depth: _ext(_Tag.DATE, value.isoformat()),
-    datetime.time: lambda value, depth: _ext(_Tag.TIME, value.isoformat()),
+    datetime.time: lambda value, depth: _ext(_Tag.TIME, (value.isoformat(), value.fold)),
     datetime.timedelta: lambda value, depth: _ext(
         _Tag.TIMEDELTA, (value.days, value.seconds, value.microseconds)
     ),
@@ -192,12 +215,41 @@ class _Decoder:
         return _DECODERS[tag](content)
 
 
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
+
+
+def _is(content: Any, *kinds: type) -> None:
+    if type(content) not in kinds:
+        raise TypeError(f"a {type(content).__name__} in the place of a {kinds[0].__name__}")
+
+
+def _check_extents(shape: Any, itemsize: int, nbytes: int) -> None:
+    """The data must be as long as the shape says, before anything is allocated."""
+    if not all(type(extent) is int and 0 <= extent < 2**62 for extent in shape):
+        raise ValueError(f"the shape {shape}")
+    if math.prod(shape) * itemsize != nbytes:
+        raise ValueError(f"{nbytes} bytes for the shape {shape}")
+
+
 def _to_array(content: Any) -> np.ndarray[Any, Any]:
     name, shape, data = content
+    _is(name, str)
+    _is(data, bytes)
+    if not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError(f"an array of dtype {name!r}")
     dtype = np.dtype(name)
-    if dtype.hasobject:
-        raise ValueError("an array of objects")
+    _check_extents(shape, dtype.itemsize, len(data))
     return np.array(np.frombuffer(data, dtype=dtype).reshape(shape))
+
+
+def _bytes(content: Any) -> bytes:
+    _is(content, bytes)
+    return bytes(content)
+
+
+def _folded(kind: Any, content: Any) -> Any:
+    text, fold = content
+    return kind.fromisoformat(text).replace(fold=fold)
 
 
 def _to_dtype(name: str) -> torch.dtype:
@@ -209,7 +261,11 @@ def _to_dtype(name: str) -> torch.dtype:
 
 def _to_tensor(content: Any) -> torch.Tensor:
     name, shape, data = content
+    _is(data, bytes)
     dtype = _to_dtype(name)
+    if name.startswith(("qint", "quint")):
+        raise ValueError("a quantized tensor")
+    _check_extents(shape, dtype.itemsize, len(data))
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
@@ -221,17 +277,17 @@ _DECODERS: dict[_Tag, Any] = {
     _Tag.ORDERED_MAP: OrderedDict,
     _Tag.SET: set,
     _Tag.FROZENSET: frozenset,
-    _Tag.BIG_INT: int,
+    _Tag.BIG_INT: lambda content: int.from_bytes(_bytes(content), "little", signed=True),
     _Tag.COMPLEX: lambda content: complex(*content),
-    _Tag.BYTEARRAY: bytearray,
+    _Tag.BYTEARRAY: lambda content: bytearray(_bytes(content)),
     _Tag.NUMPY_ARRAY: _to_array,
     _Tag.NUMPY_SCALAR: lambda content: _to_array(content)[()],
     _Tag.TORCH_SIZE: torch.Size,
     _Tag.TORCH_DTYPE: _to_dtype,
     _Tag.TORCH_DEVICE: torch.device,
     _Tag.TORCH_TENSOR: _to_tensor,
-    _Tag.DATETIME: datetime.datetime.fromisoformat,
+    _Tag.DATETIME: lambda content: _folded(datetime.datetime, content),
     _Tag.DATE: datetime.date.fromisoformat,
-    _Tag.TIME: datetime.time.fromisoformat,
+    _Tag.TIME: lambda content: _folded(datetime.time, content),
     _Tag.TIMEDELTA: lambda content: datetime.timedelta(*content),
 }

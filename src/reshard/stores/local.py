@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -48,7 +49,9 @@ class LocalStore:
 
     def open_reader(self, key: str) -> _LocalReader:
         path = self.path / key
-        return _LocalReader(path, self._system.open(path, os.O_RDONLY | os.O_CLOEXEC), self._system)
+        # Not blocking, since to open a pipe would wait for somebody to write to it.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        return _LocalReader(path, self._system.open(path, flags), self._system)
 
     def sync(self) -> None:
         self._sync_directory(self.path)
@@ -140,7 +143,11 @@ class _LocalWriter(_LocalFile):
 class _LocalReader(_LocalFile):
     def __init__(self, path: Path, descriptor: int, system: Any) -> None:
         super().__init__(path, descriptor, system)
-        self.nbytes: int = system.fstat(descriptor).st_size
+        status = system.fstat(descriptor)
+        self.nbytes: int = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._transfer(self._system.preadv, offset, buffers, self._cut_short)
