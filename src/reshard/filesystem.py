@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
+import logging
 import math
 import os
 import platform
@@ -27,6 +29,7 @@ from reshard.api import (
     PlanError,
     UnsupportedFormatError,
 )
+from reshard.columnar import read_columns
 from reshard.contents import (
     Placement,
     StorageTable,
@@ -65,10 +68,12 @@ from reshard.stores.protocol import Reader, Store
 
 __all__ = ["FileSystemReader", "FileSystemWriter", "StorageInfo"]
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = ".metadata"
 _SHARD_FILE = re.compile(r"__(\d+)_(\d+)\.safetensors")
-_PART = re.compile(r"\.metadata\.(\d+)-of-(\d+)")
-_DRAFT = re.compile(r"\.metadata(\.\d+-of-\d+)?\.\d+\.draft")
+_PART = re.compile(r"\.metadata\.(\d{1,9})-of-(\d{1,9})\.(\d{1,9})")
+_DRAFT = re.compile(r"\.metadata(\.\d+-of-\d+\.\d+)?\.\d+\.draft")
 _UNSEEN_SECONDS = 10.0
 
 _StorageInfo = StorageInfo
@@ -112,6 +117,7 @@ class FileSystemWriter(StorageWriter):
         self.world_size = 1
         self.use_collectives = True
         self.save_id = str(uuid.uuid4())
+        self._unclaimed: list[str] = []
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -177,6 +183,7 @@ class FileSystemWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
         store = self.open_store()
+        self._unclaimed = []
         items = plan.items
         prefix, _, first = str(plan.storage_data or f"__{self.rank}_0").rpartition("_")
         contents, pickled = _contents(items, planner)
@@ -194,6 +201,7 @@ class FileSystemWriter(StorageWriter):
         threads = self.thread_count or default_threads()
         for number, group in enumerate(groups if contents else []):
             key = f"{prefix}_{int(first) + number}.safetensors"
+            self._unclaimed.append(key)
             written = write_file(
                 store, key, [contents[i] for i in group], threads, durable=self.sync_files
             )
@@ -223,7 +231,8 @@ class FileSystemWriter(StorageWriter):
             store.commit(MANIFEST, encoded)
             _remove_debris(store, before, manifest)
         else:
-            store.commit(f"{MANIFEST}.{self.rank}-of-{self.world_size}", encoded)
+            generation = _newest_generation(store) + 1
+            store.commit(f"{MANIFEST}.{self.rank}-of-{self.world_size}.{generation}", encoded)
         stored = to_metadata(decode_manifest(encoded, store.location), store.location, True)
         metadata.storage_data = stored.storage_data
         metadata.storage_meta = self.storage_meta()
@@ -232,12 +241,26 @@ class FileSystemWriter(StorageWriter):
     def retire_older(self) -> None:
         """Remove an older checkpoint, now that the parts of all ranks are there."""
         store = self.open_store()
-        manifests = [_read_one_manifest(store, part) for part in _complete_parts(store)]
-        used = {path for manifest in manifests for path in manifest.files}
+        parts = _complete_parts(store)
+        used = {path for part in parts for path in _read_one_manifest(store, part).files}
+        # This is the commit: as long as there is a manifest, it counts.
         store.delete(MANIFEST)
-        for key in store.list():
-            if key not in used and _SHARD_FILE.fullmatch(key):
-                store.delete(key)
+        _delete_quietly(
+            store,
+            [key for key in store.list() if key not in used and key not in parts and _is_ours(key)],
+        )
+
+    def discard(self) -> None:
+        """Remove the shard files of a save that failed, unless it was committed all the same."""
+        store = self.open_store()
+        if not self._unclaimed:
+            return
+        try:
+            claimed = set(read_manifest(store).files)
+        except CheckpointNotFoundError:
+            claimed = set()
+        _delete_quietly(store, [key for key in self._unclaimed if key not in claimed])
+        self._unclaimed = []
 
     def _check_visible(self, store: Store, manifest: Manifest) -> None:
         """Files that another rank wrote must be here too, or the place is not shared."""
@@ -267,9 +290,20 @@ class FileSystemWriter(StorageWriter):
 def _remove_debris(store: Store, before: Sequence[str], manifest: Manifest) -> None:
     """Delete shard files and drafts that no manifest refers to, now that the new one is there."""
     used = {MANIFEST, *manifest.files}
-    for key in before:
-        if key not in used and any(p.fullmatch(key) for p in (_SHARD_FILE, _DRAFT, _PART)):
+    _delete_quietly(store, [key for key in before if key not in used and _is_ours(key)])
+
+
+def _is_ours(key: str) -> bool:
+    return any(pattern.fullmatch(key) for pattern in (_SHARD_FILE, _DRAFT, _PART))
+
+
+def _delete_quietly(store: Store, keys: Sequence[str]) -> None:
+    """Delete what nobody needs. That it cannot be done is no reason for a save to fail."""
+    for key in keys:
+        try:
             store.delete(key)
+        except OSError as error:
+            logger.warning("could not remove %r from %s: %s", key, store.location, error)
 
 
 def _contents(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[list[Content], list[bool]]:
@@ -405,7 +439,24 @@ class FileSystemReader(StorageReader):
         self.storage_data = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        if not self.allow_pickle and isinstance(self.storage_data, StorageTable):
+            self._refuse_pickles(plan)
         return plan
+
+    def _refuse_pickles(self, plan: LoadPlan) -> None:
+        """Say so before anything is loaded, not when the turn of the value comes."""
+        m = self.storage_data.manifest
+        pickled = {m.value_names[row] for row in np.flatnonzero(m.value_pickled).tolist()}
+        if not pickled:
+            return
+        columns = read_columns(plan.items)
+        for row in np.flatnonzero(columns.is_value).tolist():
+            name = columns.names[columns.storage_names[row]]
+            if name in pickled:
+                with contextlib.closing(_Files(self.open_store(), m, self.verify)) as files:
+                    files.open(int(m.value_files[self.storage_data.value_rows[name]]))
+                    data = self._read_value(name, self.storage_data.value_rows[name], files)
+                decode_value(data, name, allow_pickle=False)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
@@ -561,27 +612,46 @@ def read_manifest(store: Store) -> Manifest:
     return merged
 
 
-def _complete_parts(store: Store) -> list[str]:
-    """The parts that ranks wrote without each other, if all of them are there."""
-    found: dict[int, dict[int, str]] = {}
+def _part_sets(store: Store) -> dict[tuple[int, int], dict[int, str]]:
+    """The parts that ranks wrote without each other, by generation and number of ranks."""
+    found: dict[tuple[int, int], dict[int, str]] = {}
     for key in store.list():
         match = _PART.fullmatch(key)
         if match and int(match[1]) < int(match[2]):
-            found.setdefault(int(match[2]), {})[int(match[1])] = key
-    complete = [world for world, parts in found.items() if len(parts) == world]
-    if len(complete) > 1:
-        raise CorruptCheckpointError(
-            f"{store.location} holds checkpoints of {' and of '.join(map(str, complete))} ranks "
-            "that were saved without collectives; delete one"
-        )
-    if not complete and found:
-        world, parts = next(iter(found.items()))
+            found.setdefault((int(match[3]), int(match[2])), {})[int(match[1])] = key
+    return found
+
+
+def _newest_generation(store: Store) -> int:
+    """The newest generation of which all parts are there; -1 if there is none.
+
+    Ranks find it for themselves. A generation is only complete with the part of the rank
+    that asks, so all of them find the same, whoever is faster.
+    """
+    complete = [g for (g, world), parts in _part_sets(store).items() if len(parts) == world]
+    return max(complete, default=-1)
+
+
+def _complete_parts(store: Store) -> list[str]:
+    """The parts of the newest generation, if all of one are there."""
+    sets = _part_sets(store)
+    complete = [kind for kind, parts in sets.items() if len(parts) == kind[1]]
+    if complete:
+        newest = max(complete)
+        if sum(generation == newest[0] for generation, _ in complete) > 1:
+            raise CorruptCheckpointError(
+                f"{store.location} holds two checkpoints of one generation that were saved without "
+                "collectives, by different numbers of ranks; delete the parts of one"
+            )
+        return [sets[newest][rank] for rank in range(newest[1])]
+    if sets:
+        (_, world), parts = max(sets.items())
         missing = next(rank for rank in itertools.count() if rank not in parts)
         raise CheckpointNotFoundError(
             f"the checkpoint at {store.location} is not complete: of {world} ranks, "
             f"{world - len(parts)} did not finish, rank {missing} among them"
         )
-    return [found[complete[0]][rank] for rank in range(complete[0])] if complete else []
+    return []
 
 
 def _read_one_manifest(store: Store, key: str) -> Manifest:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -91,20 +92,8 @@ def load(
     if isinstance(chosen, DefaultLoadPlanner):
         chosen.allow_pickle = chosen.allow_pickle or allow_pickle
         chosen.allow_partial_load = chosen.allow_partial_load or not strict
-    keys = sorted(state_dict)
-    states = {
-        key: value.state_dict() if is_stateful(value) else value
-        for key, value in ((key, state_dict[key]) for key in keys)
-    }
     options = _Options(strict == "exact", rename, timeout_seconds)
-    report = _load(states, reader, process_group, 0, no_dist, chosen, options)
-    for key in keys:
-        value = state_dict[key]
-        if is_stateful(value):
-            value.load_state_dict(states[key])
-        else:
-            state_dict[key] = states[key]
-    return report
+    return _load(state_dict, reader, process_group, 0, no_dist, chosen, options)
 
 
 def load_state_dict(
@@ -282,7 +271,7 @@ class _Load:
         channel: Channel,
         options: _Options,
     ) -> None:
-        self.state_dict = state_dict
+        self.original = state_dict
         self.reader = reader
         self.planner = planner
         self.channel = channel
@@ -299,6 +288,7 @@ class _Load:
 
     def plan_locally(self) -> bytes:
         channel, reader, planner = self.channel, self.reader, self.planner
+        self.state_dict = self._ask_stateful()
         metadata = reader.read_metadata()
         seen = _renamed(metadata, self.options.rename)
         template, self.rank_values = choose_rank_values(
@@ -314,7 +304,28 @@ class _Load:
             reader.set_up_storage_reader(metadata, channel.is_coordinator)
         self.plan = reader.prepare_local_plan(planner.create_local_plan())
         self._compare_keys(seen)
-        return b"" if self._plans_alone() else encode_load_plan(self.plan)
+        unexpected = self.report.unexpected if self.options.exact else []
+        plan = b"" if self._plans_alone() else encode_load_plan(self.plan)
+        return msgspec.msgpack.encode((unexpected, plan))
+
+    def _ask_stateful(self) -> dict[str, Any]:
+        """The states to fill: of `Stateful` values theirs, of others the value itself."""
+        if not any(map(is_stateful, self.original.values())):
+            return self.original
+        # In the same order on all ranks, since state_dict() may communicate.
+        return {
+            key: value.state_dict() if is_stateful(value) else value
+            for key, value in sorted(self.original.items())
+        }
+
+    def _give_back(self) -> None:
+        """Hand loaded states to their owners, and put other values in their place."""
+        if self.state_dict is not self.original:
+            for key, value in sorted(self.original.items()):
+                if is_stateful(value):
+                    value.load_state_dict(self.state_dict[key])
+                else:
+                    self.original[key] = self.state_dict[key]
 
     def _compare_keys(self, metadata: Metadata) -> None:
         stored = metadata.state_dict_metadata
@@ -322,13 +333,11 @@ class _Load:
         report = self.report
         report.loaded = [name for name in wanted if name in stored]
         report.missing = [name for name in wanted if name not in stored]
-        report.unexpected = [name for name in stored if name not in wanted]
-        if self.options.exact and report.unexpected:
-            shown = ", ".join(map(repr, report.unexpected[:5]))
-            raise MissingKeyError(
-                f"the checkpoint has {len(report.unexpected)} keys that the state dict does not "
-                f"ask for, such as {shown}. Add them, or load with strict=True"
-            )
+        # What other ranks stored of a value that differs by rank is not for this one.
+        marked = tuple(".".join(map(str, path)) + ".rank-" for path in self.rank_values)
+        report.unexpected = [
+            name for name in stored if name not in wanted and not name.startswith(marked)
+        ]
 
     def _plans_alone(self) -> bool:
         """Whether the global step changes nothing, so that plans need not travel."""
@@ -339,9 +348,18 @@ class _Load:
         )
 
     def plan_globally(self, messages: Sequence[bytes]) -> Sequence[bytes]:
-        if not any(messages):
-            return messages
-        plans = self.planner.create_global_plan([decode_load_plan(m) for m in messages])
+        unexpected, encoded = zip(*map(msgspec.msgpack.decode, messages), strict=True)
+        # A key that any rank asks for is expected: stages of a pipeline ask for their own.
+        nobody_wants = set(unexpected[0]).intersection(*unexpected[1:])
+        if nobody_wants:
+            shown = ", ".join(map(repr, sorted(nobody_wants)[:5]))
+            raise MissingKeyError(
+                f"the checkpoint has {len(nobody_wants)} keys that no state dict asks for, such as "
+                f"{shown}. Add them, or load with strict=True"
+            )
+        if not any(encoded):
+            return [b""] * len(messages)
+        plans = self.planner.create_global_plan([decode_load_plan(plan) for plan in encoded])
         return [encode_load_plan(plan) for plan in self.reader.prepare_global_plan(plans)]
 
     def read(self) -> bytes:
@@ -350,6 +368,7 @@ class _Load:
         self.reader.read_data(final, self.planner).wait()
         self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
         self._unwrap()
+        self._give_back()
         return b""
 
     def _unwrap(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import pickle
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from reshard.api import StalePlanError
+from reshard.api import CheckpointException, StalePlanError
 from reshard.contents import StorageTable, to_metadata
 from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
 from reshard.coordination.plan_wire import (
@@ -31,6 +32,8 @@ from reshard.stateful import is_stateful
 from reshard.storage import StorageWriter, takes_any_keyword
 
 __all__ = ["save", "save_state_dict"]
+
+logger = logging.getLogger(__name__)
 
 _MOST_BROADCAST_CHUNKS = 100_000
 _GO, _AGAIN = b"g", b"a"
@@ -61,7 +64,7 @@ def save(
     """
     writer = _choose_writer(storage_writer, checkpoint_id)
     return _save_state_dict(
-        _ask_stateful(state_dict),
+        state_dict,
         writer,
         process_group=process_group,
         no_dist=no_dist,
@@ -159,8 +162,20 @@ class _Save:
             # Some rank relied on a cached plan that the coordinator no longer has.
             reply = self.channel.gather_scatter("plan", self.plan_anew, self.plan_globally)
         self.answer = decode_answer(reply[1:], self.sent)
-        outcome = self.channel.gather_scatter("write", self.write, self.finish)
+        try:
+            outcome = self.channel.gather_scatter("write", self.write, self.finish)
+        except CheckpointException:
+            self._discard()
+            raise
         return self._learn(outcome)
+
+    def _discard(self) -> None:
+        """Free the space that the failed save took; a retry may need it."""
+        if isinstance(self.writer, FileSystemWriter):
+            try:
+                self.writer.discard()
+            except (OSError, CheckpointException) as error:
+                logger.warning("could not remove the files of a failed save: %s", error)
 
     def plan_locally(self) -> bytes:
         self._set_up()
@@ -169,7 +184,9 @@ class _Save:
 
     def _set_up(self) -> None:
         channel, planner, writer = self.channel, self.planner, self.writer
-        state_dict = name_rank_values(self.state_dict, channel.rank, channel.world_size)
+        # Asked here and not earlier, so that a failure reaches the other ranks.
+        state_dict = _ask_stateful(self.state_dict)
+        state_dict = name_rank_values(state_dict, channel.rank, channel.world_size)
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
             planner.set_up_planner(
                 state_dict=state_dict,

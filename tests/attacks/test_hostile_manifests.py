@@ -655,26 +655,26 @@ def split_into_parts(checkpoint: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("door", DOORS)
 def test_parts_of_which_one_is_missing_are_no_checkpoint(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-3", ".metadata.2-of-3")
+    split_into_parts(checkpoint, ".metadata.0-of-3.0", ".metadata.2-of-3.0")
     text = check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
     assert "1 did not finish, rank 1 among them" in text
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_parts_of_two_saves_are_refused(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-1", ".metadata.0-of-2", ".metadata.1-of-2")
+    split_into_parts(checkpoint, ".metadata.0-of-1.0", ".metadata.0-of-2.0", ".metadata.1-of-2.0")
     check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_parts_of_ranks_that_there_cannot_be_are_refused(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.5-of-2", ".metadata.6-of-2")
+    split_into_parts(checkpoint, ".metadata.5-of-2.0", ".metadata.6-of-2.0")
     check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_part_of_endless_ranks_costs_nothing(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-1000000000000")
+    split_into_parts(checkpoint, ".metadata.0-of-1000000000000.0")
     with memory_limit(256 << 20):
         check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
 

@@ -177,7 +177,7 @@ def test_what_ranks_saved_without_each_other_loads_in_another_layout(tmp_path: P
 
     assert run_ranks(2, load_in_columns, str(tmp_path)) == [([], 0.0)] * 2
     assert sorted(path.name for path in tmp_path.glob(".metadata*")) == [
-        f".metadata.{rank}-of-3" for rank in range(3)
+        f".metadata.{rank}-of-3.0" for rank in range(3)
     ]
 
 
@@ -213,9 +213,9 @@ def test_every_layout_that_ranks_saved_without_each_other_loads_in_every_other(
 
 def test_a_part_that_is_missing_makes_the_checkpoint_invisible(tmp_path: Path) -> None:
     run_ranks(3, save_without_collectives, str(tmp_path))
-    (tmp_path / ".metadata.1-of-3").unlink()
+    (tmp_path / ".metadata.1-of-3.0").unlink()
 
-    with pytest.raises(CheckpointNotFoundError, match="not complete: of 3 ranks, rank 1 did not"):
+    with pytest.raises(CheckpointNotFoundError, match=r"not complete: of 3 ranks.* rank 1"):
         reshard.FileSystemReader(tmp_path).read_metadata()
 
 
@@ -282,7 +282,7 @@ def fail_without_collectives(folder: str) -> list[int]:
 
 def test_a_failure_without_collectives_is_told_to_every_rank(tmp_path: Path) -> None:
     assert run_ranks(3, fail_without_collectives, str(tmp_path)) == [[2]] * 3
-    with pytest.raises(CheckpointNotFoundError, match="rank 2 did not finish"):
+    with pytest.raises(CheckpointNotFoundError, match=r"not complete: of 3 ranks.* rank 2"):
         reshard.FileSystemReader(tmp_path).read_metadata()
 
 

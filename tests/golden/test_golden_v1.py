@@ -193,8 +193,8 @@ class PlainReader:
             self.manifests = [self._manifest(".metadata")]
         else:
             parts = [name for name in names if name.startswith(".metadata.") and "-of-" in name]
-            world = int(parts[0].rpartition("-")[2])
-            self.manifests = [self._manifest(f".metadata.{r}-of-{world}") for r in range(world)]
+            world = int(parts[0].rpartition("-")[2].partition(".")[0])
+            self.manifests = [self._manifest(f".metadata.{r}-of-{world}.0") for r in range(world)]
 
     def _manifest(self, name: str) -> dict[str, Any]:
         raw = (self.directory / name).read_bytes()

@@ -106,6 +106,7 @@ class StoreChannel:
         self._phase = 0
         self._watch = Watch(self._card_of, self._pulse_of)
         self._pulse = Pulse(self._beat)
+        self._interrupt: BaseException | None = None
 
     def __enter__(self) -> StoreChannel:
         # Blocking calls keep a connection busy, so the pulse has another one.
@@ -126,26 +127,40 @@ class StoreChannel:
     ) -> bytes:
         self._phase += 1
         prefix = f"{self.name}/{self._phase}"
-        message, interrupted = _attempt(give)
+        message, self._interrupt = _attempt(give)
+        try:
+            answer = self._exchange(phase, prefix, message, decide)
+        except RuntimeError as error:
+            # The store is gone, and with it mostly the process that held it.
+            lost = RankLostError(f"lost the rendezvous store in phase {phase!r}: {error}")
+            failure = {self.coordinator: _wrap_exception(lost)}
+            raise CheckpointException(phase, failure) from error
+        if self._interrupt is not None:
+            raise self._interrupt
+        if answer[:1] == _FAILURE:
+            raise CheckpointException(phase, _decode_failures(answer[1:]))
+        return answer[1:]
+
+    def _exchange(
+        self,
+        phase: str,
+        prefix: str,
+        message: bytes,
+        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
+    ) -> bytes:
         if self.is_coordinator:
             answers = self._decide(phase, prefix, message, decide)
             for rank, answer in enumerate(answers):
                 if rank != self.rank:
                     self._put(f"{prefix}/answer/{rank}", answer)
-            answer = answers[self.rank]
-        else:
-            self._put(f"{prefix}/message/{self.rank}", message)
-            if interrupted is not None:
-                raise interrupted
-            key = f"{prefix}/answer/{self.rank}"
-            for error in self._wait_for({self.coordinator: key}, phase).values():
-                raise CheckpointException(phase, {self.coordinator: _wrap_exception(error)})
-            answer = self._take(key)
-        if interrupted is not None:
-            raise interrupted
-        if answer[:1] == _FAILURE:
-            raise CheckpointException(phase, _decode_failures(answer[1:]))
-        return answer[1:]
+            return answers[self.rank]
+        self._put(f"{prefix}/message/{self.rank}", message)
+        if self._interrupt is not None:
+            return message
+        key = f"{prefix}/answer/{self.rank}"
+        for lost in self._wait_for({self.coordinator: key}, phase).values():
+            return _FAILURE + pickle.dumps({self.coordinator: _encode_error(lost)})
+        return self._take(key)
 
     def _decide(
         self,
@@ -168,8 +183,8 @@ class StoreChannel:
                 failures[rank] = message[1:]
             messages.append(message[1:])
         if not failures:
-            result, interrupted = _attempt(lambda: pickle.dumps(list(decide(messages))))
-            if interrupted is None and result[:1] == _VALUE:
+            result, self._interrupt = _attempt(lambda: pickle.dumps(list(decide(messages))))
+            if self._interrupt is None and result[:1] == _VALUE:
                 return [_VALUE + answer for answer in pickle.loads(result[1:])]
             failures[self.rank] = result[1:]
         return [_FAILURE + pickle.dumps(failures)] * self.world_size
@@ -183,20 +198,14 @@ class StoreChannel:
         pause = _SHORTEST_PAUSE_SECONDS
         # Polling, since the store's own wait warns on stderr whenever its time is up.
         while waiting:
-            try:
-                if self.store.check(list(waiting.values())):
-                    break
-                now = time.monotonic()
-                if now >= look_around:
-                    waiting = {r: k for r, k in waiting.items() if not self.store.check([k])}
-                    lost |= self._find_lost(list(waiting), phase, now > give_up)
-                    waiting = {rank: key for rank, key in waiting.items() if rank not in lost}
-                    look_around = now + _LOOK_AROUND_SECONDS
-            except RuntimeError as error:
-                raise RankLostError(
-                    f"lost the rendezvous store in phase {phase!r}, while waiting for rank "
-                    f"{', '.join(map(str, waiting))}: {error}"
-                ) from error
+            if self.store.check(list(waiting.values())):
+                break
+            now = time.monotonic()
+            if now >= look_around:
+                waiting = {r: k for r, k in waiting.items() if not self.store.check([k])}
+                lost |= self._find_lost(list(waiting), phase, now > give_up)
+                waiting = {rank: key for rank, key in waiting.items() if rank not in lost}
+                look_around = now + _LOOK_AROUND_SECONDS
             time.sleep(pause)
             pause = min(2 * pause, max(_LONGEST_PAUSE_SECONDS, self.world_size / 10_000))
         return lost
@@ -291,6 +300,11 @@ def open_channel(
         return SoloChannel()
     group = process_group or dist.distributed_c10d._get_default_group()
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group that it was called with: only "
+            "the ranks of the group call save and load"
+        )
     if world_size == 1:
         return SoloChannel()
     store: Any = dist.distributed_c10d._get_default_store()

@@ -7,7 +7,8 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -99,6 +100,16 @@ class _LocalFile:
             descriptor, self._descriptor = self._descriptor, -1
             self._system.close(descriptor)
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """The kernel knows a descriptor only; a person wants to know which file it is."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
     def _transfer(
         self,
         call: Callable[[int, Sequence[memoryview], int], int],
@@ -110,7 +121,8 @@ class _LocalFile:
         for begin in range(0, len(buffers), _MOST_BUFFERS):
             rest = list(buffers[begin : begin + _MOST_BUFFERS])
             while rest:
-                count = call(self._descriptor, rest, offset)
+                with self._named():
+                    count = call(self._descriptor, rest, offset)
                 if count <= 0 and any(len(buffer) for buffer in rest):
                     raise when_stuck(offset)
                 offset += count
@@ -137,7 +149,8 @@ class _LocalWriter(_LocalFile):
             start(self._descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
     def sync(self) -> None:
-        self._system.fsync(self._descriptor)
+        with self._named():
+            self._system.fsync(self._descriptor)
 
 
 class _LocalReader(_LocalFile):
