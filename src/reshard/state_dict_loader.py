@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,7 @@ from reshard.metadata import (
 from reshard.per_rank import PerRank, choose_rank_values
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
+from reshard.planning.columns import Bools
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, takes_any_keyword
 
@@ -281,8 +283,10 @@ class _Load:
 
     def run(self) -> LoadReport:
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
-        if reply:
-            self.plan = decode_load_plan(reply)
+        unexpected, plan = msgspec.msgpack.decode(reply)
+        self.report.unexpected = self._name_unexpected(unexpected)
+        if plan:
+            self.plan = decode_load_plan(plan)
         self.channel.gather_scatter("read", self.read, lambda messages: messages)
         return self.report
 
@@ -303,10 +307,9 @@ class _Load:
         else:
             reader.set_up_storage_reader(metadata, channel.is_coordinator)
         self.plan = reader.prepare_local_plan(planner.create_local_plan())
-        self._compare_keys(seen)
-        unexpected = self.report.unexpected if self.options.exact else []
+        unexpected = self._compare_keys(seen)
         plan = b"" if self._plans_alone() else encode_load_plan(self.plan)
-        return msgspec.msgpack.encode((unexpected, plan))
+        return msgspec.msgpack.encode((np.packbits(unexpected).tobytes(), plan))
 
     def _ask_stateful(self) -> dict[str, Any]:
         """The states to fill: of `Stateful` values theirs, of others the value itself."""
@@ -327,17 +330,21 @@ class _Load:
                 else:
                     self.original[key] = self.state_dict[key]
 
-    def _compare_keys(self, metadata: Metadata) -> None:
+    def _compare_keys(self, metadata: Metadata) -> Bools:
+        """Which stored keys this rank does not ask for."""
+        self.stored = list(metadata.state_dict_metadata)
         stored = metadata.state_dict_metadata
         wanted = getattr(self.planner, "state_dict", self.template)
-        report = self.report
-        report.loaded = [name for name in wanted if name in stored]
-        report.missing = [name for name in wanted if name not in stored]
+        self.report.loaded = [name for name in wanted if name in stored]
+        self.report.missing = [name for name in wanted if name not in stored]
         # What other ranks stored of a value that differs by rank is not for this one.
         marked = tuple(".".join(map(str, path)) + ".rank-" for path in self.rank_values)
-        report.unexpected = [
-            name for name in stored if name not in wanted and not name.startswith(marked)
-        ]
+        unexpected = (name not in wanted and not name.startswith(marked) for name in self.stored)
+        return np.fromiter(unexpected, dtype=bool, count=len(self.stored))
+
+    def _name_unexpected(self, bits: bytes) -> list[str]:
+        flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(self.stored))
+        return [self.stored[row] for row in np.flatnonzero(flags).tolist()]
 
     def _plans_alone(self) -> bool:
         """Whether the global step changes nothing, so that plans need not travel."""
@@ -348,19 +355,21 @@ class _Load:
         )
 
     def plan_globally(self, messages: Sequence[bytes]) -> Sequence[bytes]:
-        unexpected, encoded = zip(*map(msgspec.msgpack.decode, messages), strict=True)
+        masks, encoded = zip(*map(msgspec.msgpack.decode, messages), strict=True)
         # A key that any rank asks for is expected: stages of a pipeline ask for their own.
-        nobody_wants = set(unexpected[0]).intersection(*unexpected[1:])
-        if nobody_wants:
-            shown = ", ".join(map(repr, sorted(nobody_wants)[:5]))
+        bits = np.bitwise_and.reduce([np.frombuffer(mask, dtype=np.uint8) for mask in masks])
+        nobody_wants = self._name_unexpected(bits.tobytes())
+        if self.options.exact and nobody_wants:
+            shown = ", ".join(map(repr, nobody_wants[:5]))
             raise MissingKeyError(
                 f"the checkpoint has {len(nobody_wants)} keys that no state dict asks for, such as "
                 f"{shown}. Add them, or load with strict=True"
             )
-        if not any(encoded):
-            return [b""] * len(messages)
-        plans = self.planner.create_global_plan([decode_load_plan(plan) for plan in encoded])
-        return [encode_load_plan(plan) for plan in self.reader.prepare_global_plan(plans)]
+        answers = list(encoded)
+        if any(encoded):
+            plans = self.planner.create_global_plan([decode_load_plan(plan) for plan in encoded])
+            answers = [encode_load_plan(plan) for plan in self.reader.prepare_global_plan(plans)]
+        return [msgspec.msgpack.encode((bits.tobytes(), answer)) for answer in answers]
 
     def read(self) -> bytes:
         final = self.planner.finish_plan(self.plan)

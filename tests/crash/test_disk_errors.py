@@ -87,11 +87,6 @@ def test_an_error_of_any_call_before_the_commit_keeps_the_old_checkpoint(
     }
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BUG: errors of pwritev and fsync say nothing about the file: the kernel gives no "
-    "name, and LocalStore adds none",
-)
 @pytest.mark.parametrize("call", ["pwritev", "fsync"])
 def test_an_error_of_the_disk_names_the_file(call: str, old: Path) -> None:
     writer = WriterOn(old, refusing(errno.ENOSPC, name=call))
@@ -101,11 +96,6 @@ def test_an_error_of_the_disk_names_the_file(call: str, old: Path) -> None:
     assert str(old) in str(error)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BUG: a committed save raises when an old file cannot be removed, although save "
-    "promises that what was there before still is when it raises",
-)
 def test_old_files_that_cannot_be_removed_do_not_fail_a_save_that_is_committed(old: Path) -> None:
     writer = WriterOn(old, refusing(errno.EACCES, name="unlink"))
 
@@ -187,11 +177,6 @@ def test_a_full_disk_keeps_the_old_checkpoint(small_disk: Path) -> None:
     assert holds(small_disk / "place", 1)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BUG: a failed save leaves its shard files behind, and a retry on the full disk fails "
-    "on account of them",
-)
 def test_after_a_full_disk_a_save_that_fits_works(small_disk: Path) -> None:
     reshard.save(state(1), checkpoint_id=small_disk / "place")
     failure_of(lambda: reshard.save(large_state(), checkpoint_id=small_disk / "place"))

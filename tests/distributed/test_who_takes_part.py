@@ -61,7 +61,7 @@ def test_a_group_saves_and_loads_while_other_ranks_do_other_things(tmp_path: Pat
         ]
         * 2
     )
-    assert list(others) == [["of_rank_2"], ["of_rank_3"], ["of_rank_0"], ["of_rank_1"]]
+    assert list(others) == [[]] * 4
     assert sorted(path.name for path in (tmp_path / "1").glob("*.safetensors")) == [
         "__0_0.safetensors",
         "__1_0.safetensors",
@@ -247,11 +247,6 @@ def test_parts_replace_those_of_the_same_number_of_ranks(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BUG: a save without collectives over one by another number of ranks fails in "
-    "retire_older, and leaves a place from which neither can be loaded",
-)
 def test_parts_replace_those_of_another_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(4, save_without_collectives, str(tmp_path), 1.0)
     run_ranks(3, save_without_collectives, str(tmp_path), 7.0)
@@ -286,11 +281,6 @@ def test_a_failure_without_collectives_is_told_to_every_rank(tmp_path: Path) -> 
         reshard.FileSystemReader(tmp_path).read_metadata()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="BUG: parts replace those of an older checkpoint one by one, so a save without "
-    "collectives that fails half way leaves a mixture of both that loads without an error",
-)
 def test_a_failure_without_collectives_keeps_the_old_checkpoint(tmp_path: Path) -> None:
     run_ranks(3, save_without_collectives, str(tmp_path), 1.0)
     assert run_ranks(3, fail_without_collectives, str(tmp_path)) == [[2]] * 3
