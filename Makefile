@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests test-all bench bench-planning clean
+.PHONY: help setup demo test lint types layers tests test-all bench bench-planning bench-save-load clean
 
 help:  ## Explain every target
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -18,8 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
 
-demo: setup  ## Plan a save on 4 simulated ranks and its load on a 2 x 2 mesh, drawn in the terminal
-	@$(BIN)/python examples/demo.py
+demo: setup  ## Train on 4 ranks, save, load on 2 in another layout; who writes what; speed beside DCP's
+	@$(BIN)/python examples/plan_picture.py
+	@$(BIN)/python -W ignore examples/demo.py
 
 test: lint types layers tests  ## Everything that CI checks
 
@@ -39,10 +40,13 @@ tests: setup  ## pytest on both cores
 test-all: setup  ## pytest with the slow tests as well
 	@$(BIN)/python -m pytest --numprocesses 2 -m ""
 
-bench: bench-planning  ## All benchmarks
+bench: bench-planning bench-save-load  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
 
 bench-planning: setup  ## Planning at 1024 ranks beside DCP: a table, and JSON under docs/benchmarks/
-	@$(BIN)/python benchmarks/planning.py
+	@$(BIN)/python -W ignore benchmarks/planning.py
+
+bench-save-load: setup  ## Saves and loads on two ranks, beside DCP, safetensors and the raw system calls
+	@$(BIN)/python -W ignore benchmarks/save_load.py
 
 clean:  ## Remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
