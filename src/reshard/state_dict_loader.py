@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.api import CoverageError, MissingKeyError
+from reshard.api import CheckpointException, CoverageError, MissingKeyError
 from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
 from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
@@ -137,7 +137,13 @@ def read_state_dict(
     Needs no template and no process group; each process that calls it reads for itself.
     """
     reader = FileSystemReader(checkpoint_id, verify=verify, allow_pickle=allow_pickle)
-    return _read_keys(keys, reader, None, True, allow_pickle)
+    try:
+        return _read_keys(keys, reader, None, True, allow_pickle)
+    except CheckpointException as error:
+        # Alone, there is one reason, which says more than that something failed.
+        for reason, _ in error.failures.values():
+            raise reason from None
+        raise
 
 
 def read_tensor(

@@ -406,3 +406,61 @@ def test_ranks_stay_in_step_after_failures(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
         f"__{rank}_0.safetensors" for rank in range(RANKS)
     ]
+
+
+def die_between_saves(folder: str) -> Any:
+    reshard.save(values(1.0), checkpoint_id=f"{folder}/first")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(reshard.CheckpointException) as raised:
+        reshard.save(values(2.0), checkpoint_id=f"{folder}/second", timeout_seconds=50)
+    return str(raised.value)
+
+
+def test_a_rank_that_died_since_the_last_save_is_named_without_waiting_for_the_limit(
+    tmp_path: Path,
+) -> None:
+    outcomes = run_ranks(RANKS, die_between_saves, str(tmp_path), dying={1}, seconds=30)
+    for rank in (0, 2):
+        assert "lost rank 1" in outcomes[rank]
+        assert "died" in outcomes[rank]
+
+
+class InterruptsTheCoordinator(reshard.DefaultSavePlanner):
+    """Rank 1 interrupts rank 0 while it writes."""
+
+    def __init__(self, coordinator: int) -> None:
+        super().__init__()
+        self.coordinator = coordinator
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(self.coordinator, signal.SIGINT)
+        return super().resolve_data(write_item)
+
+
+def save_with_an_interrupt(folder: str) -> str:
+    # A process that was forked in the background starts with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    pids = [0] * RANKS
+    dist.all_gather_object(pids, os.getpid())
+    planner = InterruptsTheCoordinator(pids[0])
+    try:
+        reshard.save(values(1.0), checkpoint_id=folder, planner=planner, timeout_seconds=50)
+    except KeyboardInterrupt:
+        # Goes on to live, so that nobody can tell by its process.
+        dist.barrier()
+        return "interrupted"
+    except reshard.CheckpointException as error:
+        text = str(error)
+        dist.barrier()
+        return text
+    return "saved"
+
+
+def test_an_interrupt_of_the_coordinator_while_it_waits_reaches_everybody(tmp_path: Path) -> None:
+    outcomes = run_ranks(RANKS, save_with_an_interrupt, str(tmp_path), seconds=30)
+    assert outcomes[0] == "interrupted"
+    for rank in (1, 2):
+        assert "KeyboardInterrupt" in outcomes[rank]
+        assert "rank 0" in outcomes[rank]

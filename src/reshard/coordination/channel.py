@@ -8,10 +8,12 @@ reasons why there are none.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -91,10 +93,12 @@ class SoloChannel:
 class StoreChannel:
     """Ranks of a process group that talk through its rendezvous store.
 
-    `name` must be the same on all ranks of one operation and new for each operation.
+    `name` must be the same on all ranks of one operation and new for each operation;
+    `group` is what all operations of these ranks have in common.
     """
 
     store: Any
+    group: str
     name: str
     rank: int
     world_size: int
@@ -109,15 +113,20 @@ class StoreChannel:
         self._interrupt: BaseException | None = None
 
     def __enter__(self) -> StoreChannel:
-        # Blocking calls keep a connection busy, so the pulse has another one.
-        self._pulse_store = self.store.clone()
-        self.store.set(f"{self.name}/pulse/{self.rank}", "0")
-        self.store.set(f"{self.name}/card/{self.rank}", make_card())
+        self._beat("0")
+        # The card stays: it tells of this rank when it dies before the next operation.
+        self.store.set(f"{self.group}/card/{self.rank}", make_card())
         self._pulse.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._pulse.__exit__(*error)
+        kind = error[0]
+        with contextlib.suppress(RuntimeError):
+            # If the store is gone there is nobody left to tell.
+            if isinstance(kind, type):
+                self.store.set(f"{self.name}/gone/{self.rank}", kind.__name__)
+            self.store.delete_key(f"{self.name}/pulse/{self.rank}")
 
     def gather_scatter(
         self,
@@ -215,7 +224,8 @@ class StoreChannel:
     ) -> dict[int, RankLostError]:
         lost = {}
         for rank in ranks:
-            reason = self._watch.lost(rank)
+            gone = self._read(f"{self.name}/gone/{rank}")
+            reason = f"it left with {gone}" if gone else self._watch.lost(rank)
             if reason is None and out_of_time:
                 reason = f"it did not answer within {self.timeout_seconds:.0f} s"
             if reason is not None:
@@ -239,10 +249,10 @@ class StoreChannel:
         return message
 
     def _beat(self, beat: str) -> None:
-        self._pulse_store.set(f"{self.name}/pulse/{self.rank}", beat)
+        self.store.set(f"{self.name}/pulse/{self.rank}", beat)
 
     def _card_of(self, rank: int) -> str:
-        return self._read(f"{self.name}/card/{rank}")
+        return self._read(f"{self.group}/card/{rank}")
 
     def _pulse_of(self, rank: int) -> str:
         return self._read(f"{self.name}/pulse/{rank}")
@@ -307,17 +317,33 @@ def open_channel(
         )
     if world_size == 1:
         return SoloChannel()
-    store: Any = dist.distributed_c10d._get_default_store()
-    store = store.clone()
+    store = _connection(dist.distributed_c10d._get_default_store())
     # Numbered per group, since operations on different groups have no common order; and by
     # the store, so that the count begins anew with a new group.
     name = f"reshard/{group.group_name}"
     number = store.add(f"{name}/opened/{rank}", 1)
     return StoreChannel(
         store=store,
+        group=name,
         name=f"{name}/{number}",
         rank=rank,
         world_size=world_size,
         coordinator=coordinator,
         timeout_seconds=timeout_seconds,
     )
+
+
+_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _connection(store: Any) -> Any:
+    """A connection to the store that is ours alone, made once for each store.
+
+    Whoever waits on a connection keeps it busy, so that of the training loop is not used.
+    Ours never waits, so operations may share it. Connecting anew for each operation would
+    cost a name lookup in the one thread that serves all ranks.
+    """
+    connection = _connections.get(store)
+    if connection is None:
+        connection = _connections[store] = store.clone()
+    return connection

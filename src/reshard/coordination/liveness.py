@@ -66,7 +66,7 @@ class Watch:
         before = self._pulses.get(rank)
         if before is None or before[0] != pulse:
             self._pulses[rank] = (pulse, now)
-        elif card and now - before[1] > SILENCE_SECONDS:
+        elif pulse and now - before[1] > SILENCE_SECONDS:
             return f"it has shown no sign of life for {SILENCE_SECONDS:.0f} s"
         return None
 
