@@ -178,8 +178,11 @@ def take_turns(
     fresh: bool,
 ) -> dict[str, float]:
     best: dict[str, float] = {}
-    for _ in range(rounds):
-        for name, work in works.items():
+    for turn in range(rounds):
+        # Another order each time: the disk may remember who wrote before.
+        first = turn % len(works)
+        for name in [*list(works)[first:], *list(works)[:first]]:
+            work = works[name]
             path = box / name.split(",")[0]
             if fresh and dist.get_rank() == 0:
                 shutil.rmtree(path, ignore_errors=True)
@@ -211,8 +214,8 @@ def ranks_main(
 def same_layout(mesh: Any, box: Path, size: int) -> dict[str, Any]:
     state = make_state(mesh, [Shard(0)], size)
     nbytes = sum(t.nbytes for t in leaves(state)) * mesh.size()
-    saves = take_turns(SAVERS, state, box, 4, fresh=True)
-    loads = take_turns(LOADERS, state, box, 5, fresh=False)
+    saves = take_turns(SAVERS, state, box, 8, fresh=True)
+    loads = take_turns(LOADERS, state, box, 10, fresh=False)
     return {"bytes": nbytes, "save": saves, "load, same layout": loads}
 
 
@@ -220,7 +223,7 @@ def reshard_to(placement: Placement, title: str) -> Callable[[Any, Path, int], d
     def job(mesh: Any, box: Path, size: int) -> dict[str, Any]:
         state = make_state(mesh, [placement], size)
         loaders = {name: LOADERS[name] for name in ("DCP", "Reshard")}
-        return {title: take_turns(loaders, state, box, 3, fresh=False)}
+        return {title: take_turns(loaders, state, box, 6, fresh=False)}
 
     return job
 
@@ -350,7 +353,7 @@ def main(size: int, jobs: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=1600)
+    parser.add_argument("--megabytes", type=int, default=3000)
     parser.add_argument("--jobs", nargs="*", default=list(JOBS))
     options = parser.parse_args()
     main(options.megabytes, options.jobs)

@@ -198,7 +198,8 @@ class FileSystemWriter(StorageWriter):
             checksums=np.zeros(len(contents), dtype=np.int64),
             pickled=np.array(pickled, dtype=np.int64),
         )
-        threads = self.thread_count or default_threads()
+        # At least two: while one waits for the disk, the other copies and hashes.
+        threads = self.thread_count or max(2, default_threads())
         for number, group in enumerate(groups if contents else []):
             key = f"{prefix}_{int(first) + number}.safetensors"
             self._unclaimed.append(key)

@@ -20,7 +20,7 @@ from reshard.stores.protocol import Store, Writer
 
 __all__ = ["Content", "Written", "write_file"]
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 8 << 20
 _BATCH_ITEMS = 1000

@@ -145,8 +145,11 @@ class _LocalWriter(_LocalFile):
         # The disk works while the next piece is copied. Only a hint, so its result does not
         # matter: fsync reports what goes wrong.
         start = _sync_file_range()
-        if start is not None and self._system is os:
-            start(self._descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+        # Whole pages only: a neighbour that shares a page would have to wait for the disk.
+        begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start is not None and begin < end and self._system is os:
+            start(self._descriptor, begin, end - begin, _SYNC_FILE_RANGE_WRITE)
 
     def sync(self) -> None:
         with self._named():
