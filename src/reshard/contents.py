@@ -257,13 +257,14 @@ def to_metadata(manifest: Manifest, where: str, allow_pickle: bool = False) -> M
     m = manifest
     entries: dict[str, STORAGE_TYPES] = {}
     starts, aliases, ndims = m.chunk_starts.tolist(), m.aliases.tolist(), m.ndims.tolist()
+    dtypes, flags, shapes = m.dtypes.tolist(), m.flags.tolist(), m.shapes.tolist()
     for row, name in enumerate(m.tensor_names):
         source = row if aliases[row] < 0 else aliases[row]
         chunks, dims = slice(starts[source], starts[source + 1]), ndims[row]
         entries[name] = TensorStorageMetadata(
-            properties_from(DTYPES[m.dtypes[row]], int(m.flags[row])),
-            torch.Size(m.shapes[row, :dims].tolist()),
-            ChunkList(m.chunk_offsets[chunks, :dims], m.chunk_sizes[chunks, :dims]),
+            properties_from(DTYPES[dtypes[row]], flags[row]),
+            torch.Size(shapes[row][:dims]),
+            ChunkList(m.chunk_offsets[chunks], m.chunk_sizes[chunks], dims=dims),
             None if source == row else m.tensor_names[source],
         )
     for name in m.value_names:

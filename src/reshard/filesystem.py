@@ -44,6 +44,7 @@ from reshard.engine.reading import Request, Verify, read_bytes, read_regions
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import Content, write_file
 from reshard.format.manifest import (
+    VERSION,
     Manifest,
     check_manifest,
     decode_manifest,
@@ -234,10 +235,9 @@ class FileSystemWriter(StorageWriter):
         else:
             generation = _newest_generation(store) + 1
             store.commit(f"{MANIFEST}.{self.rank}-of-{self.world_size}.{generation}", encoded)
-        stored = to_metadata(decode_manifest(encoded, store.location), store.location, True)
-        metadata.storage_data = stored.storage_data
+        metadata.storage_data = StorageTable(manifest)
         metadata.storage_meta = self.storage_meta()
-        metadata.version = stored.version
+        metadata.version = str(VERSION)
 
     def retire_older(self) -> None:
         """Remove an older checkpoint, now that the parts of all ranks are there."""

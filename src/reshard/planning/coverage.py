@@ -172,6 +172,8 @@ def _untiled_by_corners(
 
 def find_overlapping(offsets: Ints, sizes: Ints, most: int = 3) -> list[tuple[int, int]]:
     """Up to `most` pairs of chunks of one tensor that overlap."""
+    if len(offsets) < 2:
+        return []
     overlaps = intersect(offsets, sizes, offsets, sizes)
     distinct = np.flatnonzero(overlaps.left < overlaps.right)[:most]
     return list(
