@@ -140,10 +140,12 @@ def read_state_dict(
     try:
         return _read_keys(keys, reader, None, True, allow_pickle)
     except CheckpointException as error:
-        # Alone, there is one reason, which says more than that something failed.
-        for reason, _ in error.failures.values():
-            raise reason from None
-        raise
+        failed = error
+    # Alone, there is one reason, which says more than that something failed. Raised out here,
+    # since within the block it would refer to the error that refers to it.
+    for reason, _ in failed.failures.values():
+        raise reason
+    raise failed
 
 
 def read_tensor(
