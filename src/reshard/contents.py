@@ -183,7 +183,9 @@ def _assemble(
         aliases=np.array(
             [position.get(tensors[name].alias_of or "", -1) for name in names], dtype=np.int64
         ),
-        chunk_starts=np.append(table.chunks.starts, [n_chunks] * len(aliases)),
+        chunk_starts=np.concatenate(
+            [table.chunks.starts, np.full(len(aliases), n_chunks, dtype=np.int64)]
+        ),
         chunk_offsets=table.chunks.offsets,
         chunk_sizes=table.chunks.sizes,
         chunk_files=rows[:n_chunks, 0],
