@@ -97,8 +97,10 @@ def find_untiled_rows(
         rows = np.flatnonzero(~empty) if order is None else order[~empty[order]]
     counted = owners if rows is None else owners[rows]
     counts = np.bincount(counted, minlength=len(shapes))
-    bad = (shapes > 0).all(axis=1) & (counts == 0)
-    n_cut = cut_dims.sum(axis=1)
+    wants_chunks = (shapes > 0).all(axis=1)
+    bad = wants_chunks & (counts == 0)
+    # A tensor without elements is whole whatever its empty chunks say.
+    n_cut = np.where(wants_chunks, cut_dims.sum(axis=1), 0)
     bad |= (n_cut == 0) & (counts > 1)
     for dim in range(shapes.shape[1]):
         chosen = (n_cut == 1) & cut_dims[:, dim]
