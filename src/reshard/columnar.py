@@ -58,6 +58,7 @@ __all__ = [
     "flags_of",
     "properties_from",
     "properties_of",
+    "stack_chunks",
     "write_columns",
 ]
 
@@ -269,6 +270,10 @@ class WriteItems(LazyList[WriteItem]):
     def _column_length(self) -> int:
         return len(self.base) if self.rows is None else len(self.rows)
 
+    def make(self, position: int) -> WriteItem:
+        """One item, to be looked at only: the columns go on to say everything."""
+        return self._make_one(position)
+
     def _make_one(self, position: int) -> WriteItem:
         return self._make(slice(position, position + 1))[0]
 
@@ -386,6 +391,45 @@ def chunk_columns(chunks: Sequence[ChunkStorageMetadata], dims: int) -> tuple[In
     )
 
 
+def stack_chunks(
+    lists: Sequence[Sequence[ChunkStorageMetadata]], dims: Sequence[int], width: int
+) -> tuple[Ints, Ints, Ints]:
+    """The chunks of several tensors below one another: where each starts, offsets, sizes."""
+    starts = np.zeros(len(lists) + 1, dtype=np.int64)
+    np.cumsum([len(chunks) for chunks in lists], out=starts[1:])
+    shared = _shared_rows(lists)
+    if shared is not None:
+        base_offsets, base_sizes, rows = shared
+        return starts, base_offsets[rows, :width], base_sizes[rows, :width]
+    offsets = np.zeros((int(starts[-1]), width), dtype=np.int64)
+    sizes = np.ones_like(offsets)
+    position = 0
+    for chunks, dim in zip(lists, dims, strict=True):
+        some_offsets, some_sizes = chunk_columns(chunks, dim)
+        end = position + len(some_offsets)
+        offsets[position:end, :dim] = some_offsets
+        sizes[position:end, :dim] = some_sizes
+        position = end
+    return starts, offsets, sizes
+
+
+def _shared_rows(
+    lists: Sequence[Sequence[ChunkStorageMetadata]],
+) -> tuple[Ints, Ints, Ints] | None:
+    """If all chunks are rows of the same columns, those and which rows."""
+    rows = []
+    for chunks in lists:
+        if not isinstance(chunks, ChunkList) or not chunks.untouched or chunks._rows is None:
+            return None
+        if chunks._offsets is not lists[0]._offsets:  # type: ignore[attr-defined]
+            return None
+        rows.append(chunks._rows)
+    if not rows:
+        return None
+    first: Any = lists[0]
+    return first._offsets, first._sizes, np.concatenate(rows)
+
+
 @dataclass(frozen=True, eq=False)
 class ReadColumns:
     """What one rank reads. Row `i` copies one region of one stored chunk.
@@ -418,6 +462,10 @@ class ReadItems(LazyList[ReadItem]):
 
     def _column_length(self) -> int:
         return len(self.base)
+
+    def make(self, position: int) -> ReadItem:
+        """One item, to be looked at only: the columns go on to say everything."""
+        return self._make_one(position)
 
     def _make_one(self, position: int) -> ReadItem:
         base = self.base

@@ -15,7 +15,7 @@ from reshard.api import CheckpointException, CorruptCheckpointError
 from reshard.columnar import ChunkList, WriteItems, flags_of, properties_from, write_columns
 from reshard.format.manifest import Manifest
 from reshard.format.values import decode_value, encode_value, is_pickled
-from reshard.global_save import chunk_table
+from reshard.global_save import ChunkTable, chunk_table
 from reshard.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -121,7 +121,7 @@ def to_manifest(
             f"no rank wrote all of {name!r}, although it was planned: the planner's finish_plan "
             "or the storage left items out"
         )
-    return _assemble(metadata, rows, files, values, notes)
+    return _assemble(metadata, table, rows, files, values, notes)
 
 
 def _rows_of(
@@ -149,12 +149,12 @@ def _rows_of(
 
 def _assemble(
     metadata: Metadata,
+    table: ChunkTable,
     rows: Ints,
     files: Sequence[WrittenFile],
     values: Sequence[str],
     notes: Mapping[str, str],
 ) -> Manifest:
-    table = chunk_table(metadata)
     n_chunks = len(table.chunks.offsets)
     tensors: dict[str, TensorStorageMetadata] = {
         name: entry
@@ -298,6 +298,13 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
 
     def dtype_of(self, fqn: str) -> torch.dtype:
         return self._dtypes[self.tensor_rows[fqn]]
+
+    def first_chunk(self, fqn: str) -> int:
+        """The row of the first chunk of a tensor; far below zero if there is none."""
+        tensor = self.tensor_rows.get(fqn)
+        if tensor is None:
+            return -(1 << 62)
+        return self._starts[tensor if self._aliases[tensor] < 0 else self._aliases[tensor]]
 
     def chunk_row(self, index: MetadataIndex) -> int:
         """The row of a chunk in the manifest; KeyError if there is none."""

@@ -131,7 +131,7 @@ class DefaultSavePlanner(SavePlanner):
         self._reader = DTensorReader()
 
     def create_local_plan(self) -> SavePlan:
-        items = build_write_items(self.state_dict, find_ties=self._keeps_values())
+        items = build_write_items(self.state_dict, find_ties=self.keeps_values())
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         if not self._enable_plan_caching:
             return self.plan
@@ -153,7 +153,7 @@ class DefaultSavePlanner(SavePlanner):
         """
         return type(self).create_local_plan is DefaultSavePlanner.create_local_plan
 
-    def _keeps_values(self) -> bool:
+    def keeps_values(self) -> bool:
         """Whether values are written as they are, so that equal memory is equal data."""
         mine = type(self)
         return (
@@ -336,6 +336,16 @@ class DefaultLoadPlanner(LoadPlanner):
     def fills_in_place(self) -> bool:
         """Whether tensors need no further step once they are filled."""
         return type(self).commit_tensor is DefaultLoadPlanner.commit_tensor
+
+    def keeps_tensors(self) -> bool:
+        """Whether the tensors of the state dict itself are filled, as they are."""
+        mine = type(self)
+        return (
+            self.fills_in_place()
+            and mine.resolve_tensor is DefaultLoadPlanner.resolve_tensor
+            and mine.lookup_tensor is DefaultLoadPlanner.lookup_tensor
+            and mine.transform_tensor is DefaultLoadPlanner.transform_tensor
+        )
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing to do: `resolve_tensor` gave a view of the tensor to fill."""

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from reshard.api import CoverageError
-from reshard.columnar import ChunkList, WriteItems, chunk_columns, properties_of, write_columns
+from reshard.columnar import ChunkList, WriteItems, properties_of, stack_chunks, write_columns
 from reshard.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -195,23 +195,13 @@ def chunk_table(metadata: Metadata) -> ChunkTable:
     }
     ndims = [len(entry.size) for entry in tensors.values()]
     width = max(1, max(ndims, default=1))
-    columns = [
-        chunk_columns(entry.chunks, dim) for entry, dim in zip(tensors.values(), ndims, strict=True)
-    ]
-    starts = np.zeros(len(tensors) + 1, dtype=np.int64)
-    np.cumsum([len(offsets) for offsets, _ in columns], out=starts[1:])
-    all_offsets = np.zeros((int(starts[-1]), width), dtype=np.int64)
-    all_sizes = np.ones_like(all_offsets)
-    for (begin, end), dim, (offsets, sizes) in zip(
-        itertools.pairwise(starts.tolist()), ndims, columns, strict=True
-    ):
-        all_offsets[begin:end, :dim] = offsets
-        all_sizes[begin:end, :dim] = sizes
+    lists = [entry.chunks for entry in tensors.values()]
+    starts, offsets, sizes = stack_chunks(lists, ndims, width)
     shapes = pad_rows([tuple(entry.size) for entry in tensors.values()], width, 1)
     return ChunkTable(
         list(tensors),
         np.array(ndims, dtype=np.int64),
-        Chunks(shapes, starts, all_offsets, all_sizes),
+        Chunks(shapes, starts, offsets, sizes),
     )
 
 

@@ -18,11 +18,13 @@ from reshard.api import CoverageError, MissingKeyError, ShapeMismatchError
 from reshard.columnar import (
     PINNED,
     REQUIRES_GRAD,
+    ChunkList,
     ReadColumns,
     ReadItems,
     RowBuilder,
     WriteItems,
     chunk_columns,
+    stack_chunks,
 )
 from reshard.metadata import (
     STORAGE_TYPES,
@@ -40,9 +42,9 @@ from reshard.planner import (
     WriteItem,
     WriteItemType,
 )
-from reshard.planning.columns import SHARD, TENSOR, Ints
+from reshard.planning.columns import SHARD, TENSOR, pad_rows
 from reshard.planning.coverage import describe_problem
-from reshard.planning.intersection import intersect
+from reshard.planning.intersection import intersect_groups
 from reshard.tensors.foreign import to_chunk, to_index, to_properties
 from reshard.tensors.materialise import materialise
 from reshard.tensors.shards import (
@@ -231,14 +233,14 @@ def build_read_items(
     missing = [fqn for fqn in state_dict if fqn not in stored]
     if missing and strict:
         raise MissingKeyError(describe_missing(missing, stored))
-    segments: list[_Segment] = []
+    wishes: list[_Wish] = []
     reader = DTensorReader()
     for fqn, value in state_dict.items():
         entry = stored.get(fqn)
         if entry is not None:
             _check_match(fqn, entry, value)
-            segments.append(_plan_one(fqn, entry, value, reader))
-    return ReadItems(_join(segments))
+            wishes.append(_wish(fqn, entry, value, reader))
+    return _plan_reads(wishes, whole=True)
 
 
 def describe_missing(missing: Sequence[str], stored: Iterable[str]) -> str:
@@ -268,36 +270,25 @@ def _check_match(fqn: str, entry: STORAGE_TYPES, value: Any) -> None:
         )
 
 
-class _Segment(NamedTuple):
-    """The rows of one value; `regions` is (rows, 5, dims) as in `ReadColumns`."""
+class _Wish(NamedTuple):
+    """What is wanted of one stored value: regions of a tensor, or all of a value."""
 
     fqn: str
-    source: str
-    regions: Ints
-    shard_ids: Ints | Sequence[int]
-    chunk_ids: Ints | Sequence[int]
-    elements: int = 0
-    is_value: bool = False
+    entry: STORAGE_TYPES
+    regions: Sequence[Box]
+
+    @property
+    def is_value(self) -> bool:
+        return isinstance(self.entry, BytesStorageMetadata)
 
 
-_VALUE_REGION = np.zeros((1, 5, 0), dtype=np.int64)
-_FEW_CHUNKS = 16
+_WHOLE_VALUE: list[Box] = [((), ())]
 
 
-def _plan_one(fqn: str, entry: STORAGE_TYPES, value: Any, reader: DTensorReader) -> _Segment:
+def _wish(fqn: str, entry: STORAGE_TYPES, value: Any, reader: DTensorReader) -> _Wish:
     if isinstance(entry, BytesStorageMetadata):
-        source = entry.alias_of or fqn
-        return _Segment(fqn, source, _VALUE_REGION, (-1,), (-1,), is_value=True)
-    wanted = wanted_regions(fqn, value, reader)
-    segment = _plan_tensor(fqn, entry, wanted)
-    if segment.elements != sum(math.prod(sizes) for _, sizes in wanted):
-        offsets, sizes = chunk_columns(entry.chunks, len(entry.size))
-        raise CoverageError(
-            f"the checkpoint does not hold all of {fqn!r} exactly once: "
-            f"{describe_problem(tuple(entry.size), offsets, sizes)}. It was saved by fewer ranks "
-            "than hold it, or is damaged"
-        )
-    return segment
+        return _Wish(fqn, entry, _WHOLE_VALUE)
+    return _Wish(fqn, entry, wanted_regions(fqn, value, reader))
 
 
 def check_complete(fqn: str, entry: TensorStorageMetadata) -> None:
@@ -310,79 +301,64 @@ def check_complete(fqn: str, entry: TensorStorageMetadata) -> None:
         )
 
 
-def _plan_tensor(fqn: str, entry: TensorStorageMetadata, wanted: Sequence[Box]) -> _Segment:
-    source, dims = entry.alias_of or fqn, len(entry.size)
-    offsets, sizes = chunk_columns(entry.chunks, dims)
-    if len(wanted) == 1 and len(offsets) <= _FEW_CHUNKS:
-        # A few chunks are faster to go through than to put into arrays.
-        return _plan_region(fqn, source, wanted[0], offsets.tolist(), sizes.tolist())
-    shape = (len(wanted), dims)
-    wanted_offsets = np.array([o for o, _ in wanted], dtype=np.int64).reshape(shape)
-    wanted_sizes = np.array([s for _, s in wanted], dtype=np.int64).reshape(shape)
-    found = intersect(offsets, sizes, wanted_offsets, wanted_sizes)
-    shards, chunks = wanted_offsets[found.right], offsets[found.left]
-    regions = np.stack(
-        (shards, found.starts - shards, chunks, found.starts - chunks, found.sizes), axis=1
+def _plan_reads(wishes: Sequence[_Wish], whole: bool) -> ReadItems:
+    """The reads that fulfil `wishes`; with `whole`, an error if some cannot be fulfilled."""
+    # A value takes part as a box without dimensions, stored in one piece.
+    point = _NO_DIMENSIONS
+    chunk_lists = [point if wish.is_value else wish.entry.chunks for wish in wishes]  # type: ignore[union-attr]
+    dims = [0 if wish.is_value else len(wish.entry.size) for wish in wishes]  # type: ignore[union-attr]
+    width = max(1, max(dims, default=1))
+    chunk_starts, chunk_offsets, chunk_sizes = stack_chunks(chunk_lists, dims, width)
+    shard_counts = [len(wish.regions) for wish in wishes]
+    shard_starts = np.zeros(len(wishes) + 1, dtype=np.int64)
+    np.cumsum(shard_counts, out=shard_starts[1:])
+    boxes = [box for wish in wishes for box in wish.regions]
+    shard_offsets = pad_rows([offsets for offsets, _ in boxes], width, 0)
+    shard_sizes = pad_rows([sizes for _, sizes in boxes], width, 1)
+    found = intersect_groups(
+        chunk_starts, (chunk_offsets, chunk_sizes), shard_starts, (shard_offsets, shard_sizes)
     )
-    elements = int(found.sizes.prod(axis=1).sum())
-    return _Segment(fqn, source, regions, found.right, found.left, elements)
-
-
-def _plan_region(
-    fqn: str,
-    source: str,
-    wanted: Box,
-    offsets: Sequence[Sequence[int]],
-    sizes: Sequence[Sequence[int]],
-) -> _Segment:
-    """One wanted region against a few stored chunks."""
-    begin, extent = wanted
-    rows, ids, elements = [], [], 0
-    for number, (low, size) in enumerate(zip(offsets, sizes, strict=True)):
-        starts = [max(a, b) for a, b in zip(low, begin, strict=True)]
-        lengths = [
-            min(a + n, b + m) - c
-            for a, n, b, m, c in zip(low, size, begin, extent, starts, strict=True)
-        ]
-        if all(length > 0 for length in lengths):
-            in_shard = [c - b for c, b in zip(starts, begin, strict=True)]
-            in_chunk = [c - a for c, a in zip(starts, low, strict=True)]
-            rows.append((begin, in_shard, low, in_chunk, lengths))
-            ids.append(number)
-            elements += math.prod(lengths)
-    regions = np.array(rows, dtype=np.int64).reshape(len(rows), 5, len(begin))
-    return _Segment(fqn, source, regions, [0] * len(ids), ids, elements)
-
-
-def _join(segments: Sequence[_Segment]) -> ReadColumns:
+    wish_of_shard = np.repeat(np.arange(len(wishes)), shard_counts)
+    owners = wish_of_shard[found.right]
+    if whole:
+        missing = np.zeros(len(wishes), dtype=np.int64)
+        np.add.at(missing, wish_of_shard, shard_sizes.prod(axis=1))
+        np.subtract.at(missing, owners, found.sizes.prod(axis=1))
+        for short in np.flatnonzero(missing).tolist():
+            raise _not_covered(wishes[short])
     names: dict[str, int] = {}
-    counts = [len(segment.regions) for segment in segments]
-    rows = sum(counts)
-    dims = [segment.regions.shape[2] for segment in segments]
-    regions = np.zeros((rows, 5, max(1, max(dims, default=1))), dtype=np.int64)
-    shard_ids, chunk_ids = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
-    position = 0
-    for segment, count, width in zip(segments, counts, dims, strict=True):
-        end = position + count
-        regions[position:end, :, :width] = segment.regions
-        shard_ids[position:end] = segment.shard_ids
-        chunk_ids[position:end] = segment.chunk_ids
-        position = end
+    dest_names = [names.setdefault(wish.fqn, len(names)) for wish in wishes]
+    sources = [wish.entry.alias_of or wish.fqn for wish in wishes]
+    storage_names = [names.setdefault(source, len(names)) for source in sources]
+    is_value = np.array([wish.is_value for wish in wishes], dtype=np.int64)[owners]
+    shards, chunks = shard_offsets[found.right], chunk_offsets[found.left]
+    in_order = (shards, found.starts - shards, chunks, found.starts - chunks, found.sizes)
+    return ReadItems(
+        ReadColumns(
+            names=tuple(names),
+            dest_names=np.array(dest_names, dtype=np.int64)[owners],
+            storage_names=np.array(storage_names, dtype=np.int64)[owners],
+            is_value=is_value,
+            ndims=np.array(dims, dtype=np.int64)[owners],
+            dest_hints=np.where(is_value, -1, found.right - shard_starts[owners]),
+            storage_hints=np.where(is_value, -1, found.left - chunk_starts[owners]),
+            regions=np.stack(in_order, axis=1),
+        )
+    )
 
-    def spread(values: Iterable[int]) -> Ints:
-        return np.repeat(np.array([*values], dtype=np.int64), counts)
 
-    dest_names = spread(names.setdefault(segment.fqn, len(names)) for segment in segments)
-    storage_names = spread(names.setdefault(segment.source, len(names)) for segment in segments)
-    return ReadColumns(
-        names=tuple(names),
-        dest_names=dest_names,
-        storage_names=storage_names,
-        is_value=spread(segment.is_value for segment in segments),
-        ndims=spread(dims),
-        dest_hints=shard_ids,
-        storage_hints=chunk_ids,
-        regions=regions,
+_NO_DIMENSIONS = ChunkList(np.empty((1, 0), dtype=np.int64), np.empty((1, 0), dtype=np.int64))
+
+
+def _not_covered(wish: _Wish) -> CoverageError:
+    entry = wish.entry
+    if isinstance(entry, BytesStorageMetadata):
+        return CoverageError(f"the checkpoint does not hold {wish.fqn!r}")
+    offsets, sizes = chunk_columns(entry.chunks, len(entry.size))
+    return CoverageError(
+        f"the checkpoint does not hold all of {wish.fqn!r} exactly once: "
+        f"{describe_problem(tuple(entry.size), offsets, sizes)}. It was saved by fewer ranks "
+        "than hold it, or is damaged"
     )
 
 
@@ -396,16 +372,13 @@ def create_read_items_for_chunk_list(
     What the checkpoint does not hold is left out, without an error.
     """
     wanted = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local_chunks]
-    return ReadItems(_join([_plan_tensor(fqn, checkpoint_md, wanted)])).copy()
+    return _plan_reads([_Wish(fqn, checkpoint_md, wanted)], whole=False).copy()
 
 
 def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
     """The reads that fill one value, laid out as `obj` is."""
-    reader = DTensorReader()
-    if isinstance(md, BytesStorageMetadata):
-        return ReadItems(_join([_plan_one(fqn, md, obj, reader)])).copy()
     _check_match(fqn, md, obj)
-    return ReadItems(_join([_plan_tensor(fqn, md, wanted_regions(fqn, obj, reader))])).copy()
+    return _plan_reads([_wish(fqn, md, obj, DTensorReader())], whole=False).copy()
 
 
 def _init_state_dict(state_dict: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from reshard.api import CheckpointException, StalePlanError
+from reshard.checkpoint_files import read_manifest
 from reshard.contents import StorageTable, to_metadata
 from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
 from reshard.coordination.plan_wire import (
@@ -23,7 +24,7 @@ from reshard.coordination.plan_wire import (
     encode_save_plan,
 )
 from reshard.default_planner import DefaultSavePlanner
-from reshard.filesystem import FileSystemWriter, read_manifest
+from reshard.filesystem import FileSystemWriter
 from reshard.format.manifest import decode_manifest, encode_manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.per_rank import name_rank_values

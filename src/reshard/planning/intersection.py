@@ -9,9 +9,10 @@ import numpy as np
 
 from reshard.planning.columns import Ints
 
-__all__ = ["Overlaps", "intersect"]
+__all__ = ["Overlaps", "intersect", "intersect_groups"]
 
 _PAIRS_AT_A_TIME = 1 << 21
+_FEW_PAIRS = 1 << 12
 
 
 class Overlaps(NamedTuple):
@@ -21,6 +22,72 @@ class Overlaps(NamedTuple):
     right: Ints
     starts: Ints
     sizes: Ints
+
+
+def intersect_groups(
+    left_starts: Ints, left: tuple[Ints, Ints], right_starts: Ints, right: tuple[Ints, Ints]
+) -> Overlaps:
+    """The overlaps within each group of boxes; group `g` has rows `starts[g]:starts[g + 1]`.
+
+    `left` and `right` are offsets and sizes. In order of the right box, then the left.
+    """
+    n_left, n_right = np.diff(left_starts), np.diff(right_starts)
+    pairs = n_left * n_right
+    found: list[Overlaps] = []
+    for begin, end in _batches(pairs, n_right):
+        lefts = slice(int(left_starts[begin]), int(left_starts[end]))
+        rights = slice(int(right_starts[begin]), int(right_starts[end]))
+        boxes = left[0][lefts], left[1][lefts], right[0][rights], right[1][rights]
+        if end - begin == 1:
+            part = intersect(*boxes)
+        else:
+            group = np.repeat(np.arange(begin, end), n_right[begin:end])
+            counts = n_left[group]
+            stops = np.cumsum(counts)
+            rows = np.repeat(np.arange(len(group)), counts)
+            within = np.arange(len(rows)) - np.repeat(stops - counts, counts)
+            part = _overlaps(*boxes, (left_starts[group] - lefts.start)[rows] + within, rows)
+        found.append(part._replace(left=part.left + lefts.start, right=part.right + rights.start))
+    if len(found) == 1:
+        return found[0]
+    width = left[0].shape[1]
+    nothing = np.empty(0, dtype=np.int64), np.empty((0, width), dtype=np.int64)
+    found.append(Overlaps(nothing[0], nothing[0], nothing[1], nothing[1]))
+    return Overlaps(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+def _batches(pairs: Ints, n_right: Ints) -> Iterator[tuple[int, int]]:
+    """Groups to compare pair by pair at once, and large ones each on their own."""
+    begin, total = 0, 0
+    for group, (count, rights) in enumerate(zip(pairs.tolist(), n_right.tolist(), strict=True)):
+        alone = rights > 1 and count > _FEW_PAIRS
+        if begin < group and (alone or total + count > _PAIRS_AT_A_TIME):
+            yield begin, group
+            begin, total = group, 0
+        total += count
+        if alone:
+            yield group, group + 1
+            begin, total = group + 1, 0
+    if begin < len(pairs):
+        yield begin, len(pairs)
+
+
+def _overlaps(
+    left_offsets: Ints,
+    left_sizes: Ints,
+    right_offsets: Ints,
+    right_sizes: Ints,
+    left: Ints,
+    right: Ints,
+) -> Overlaps:
+    """Which of the given pairs overlap."""
+    low, high = left_offsets[left], right_offsets[right]
+    starts = np.maximum(low, high)
+    low += left_sizes[left]
+    high += right_sizes[right]
+    sizes = np.minimum(low, high) - starts
+    real = np.flatnonzero((sizes > 0).all(axis=1))
+    return Overlaps(left[real], right[real], starts[real], sizes[real])
 
 
 def intersect(

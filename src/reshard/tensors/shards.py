@@ -36,6 +36,7 @@ __all__ = [
     "shards_of_all_ranks",
     "takes_part",
     "wanted_regions",
+    "whole_local_tensor",
 ]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -162,6 +163,12 @@ def plain_local_tensor(value: Any) -> torch.Tensor | None:
     if type(value) is DTensor and type(value._local_tensor) in _PLAIN:
         return value._local_tensor
     return None
+
+
+def whole_local_tensor(value: Any, sizes: Sequence[int]) -> torch.Tensor | None:
+    """All that this rank holds of a tensor, if it is one block of the given sizes."""
+    local = value if type(value) in _PLAIN else plain_local_tensor(value)
+    return local if local is not None and local.shape == sizes else None
 
 
 def shards_of_all_ranks(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:

@@ -1,0 +1,348 @@
+"""From the items of a plan to what the engine moves: contents to write, regions to read.
+
+Items of the default planners are taken from their columns, without making an object for
+each; where a planner of the user's has a say, it is asked item by item.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.api import CorruptCheckpointError, PlanError
+from reshard.columnar import ReadItems, WriteItems
+from reshard.contents import StorageTable
+from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from reshard.engine.collector import paused_collection
+from reshard.engine.reading import Request, Verify, read_bytes
+from reshard.engine.writing import Content
+from reshard.format.manifest import Manifest
+from reshard.format.values import is_pickled
+from reshard.planner import (
+    LoadItemType,
+    LoadPlanner,
+    ReadItem,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from reshard.planning.columns import BYTES, DTYPES
+from reshard.stores.protocol import Reader, Store
+from reshard.tensors.shards import whole_local_tensor
+
+__all__ = ["ShardFiles", "contents_of", "requests_of"]
+
+
+# Writing
+
+
+def contents_of(
+    items: Sequence[WriteItem], planner: SavePlanner
+) -> tuple[list[Content], list[bool]]:
+    """What to write for each item, and whether it is a pickle."""
+    with paused_collection():
+        found = _Contents(planner)
+        if (
+            isinstance(planner, DefaultSavePlanner)
+            and planner.keeps_values()
+            and isinstance(items, WriteItems)
+            and items.untouched
+        ):
+            found.add_rows(items, planner)
+        else:
+            for item in items:
+                found.add(item)
+    return found.contents, found.pickled
+
+
+class _Contents:
+    def __init__(self, planner: SavePlanner) -> None:
+        self.contents: list[Content] = []
+        self.pickled: list[bool] = []
+        self._planner = planner
+        self._keys: set[str] = {"__metadata__"}
+
+    def add(self, item: WriteItem) -> None:
+        data = item.tensor_data
+        if item.type is WriteItemType.BYTE_IO:
+            view = _value_bytes(self._planner, item)
+            nbytes, value = len(view), partial(_same, view)
+            self._append(item.index.fqn, torch.uint8, (nbytes,), nbytes, value)
+            self.pickled[-1] = is_pickled(view)
+            return
+        if data is None:
+            raise PlanError(f"the write item of {item.index.fqn!r} has no tensor_data")
+        chunk, dtype = data.chunk, data.properties.dtype
+        key = _region_key(item.index.fqn, data.size, chunk.offsets, chunk.sizes)
+        nbytes = math.prod(chunk.sizes) * dtype.itemsize
+        self._append(key, dtype, chunk.sizes, nbytes, partial(_resolve, self._planner, item))
+
+    def add_rows(self, items: WriteItems, planner: DefaultSavePlanner) -> None:
+        base, schema = items.base, items.base.schema
+        rows = np.arange(len(base)) if items.rows is None else items.rows
+        columns = zip(
+            range(len(rows)),
+            rows.tolist(),
+            schema.kinds[rows].tolist(),
+            schema.dtypes[rows].tolist(),
+            schema.ndims[rows].tolist(),
+            schema.shapes[rows].tolist(),
+            base.offsets[rows].tolist(),
+            base.sizes[rows].tolist(),
+            strict=True,
+        )
+        for position, row, kind, code, dims, shape, offsets, sizes in columns:
+            name, dtype = schema.names[row], DTYPES[code]
+            here = tuple(sizes[:dims])
+            local = None if kind == BYTES else whole_local_tensor(planner.state_dict[name], here)
+            if local is None or local.dtype is not dtype:
+                self.add(items.make(position))
+                continue
+            key = _region_key(name, shape[:dims], offsets[:dims], here)
+            nbytes = math.prod(here) * dtype.itemsize
+            self._append(key, dtype, here, nbytes, partial(_same, local))
+
+    def _append(
+        self,
+        key: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        nbytes: int,
+        resolve: Callable[[], torch.Tensor | memoryview],
+    ) -> None:
+        # The manifest does not rely on keys, so any that is not taken will do.
+        while key in self._keys:
+            key += "#"
+        self._keys.add(key)
+        self.contents.append(Content(key, dtype, shape, nbytes, resolve))
+        self.pickled.append(False)
+
+
+def _value_bytes(planner: SavePlanner, item: WriteItem) -> memoryview:
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise TypeError(
+            f"resolve_data returned a {type(data).__name__} for {item.index.fqn!r}, which is "
+            "planned as a value: return a BytesIO"
+        )
+    return data.getbuffer()
+
+
+def _same(data: Any) -> Any:
+    return data
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """The tensor of an item, as its plan announced it."""
+    tensor = planner.resolve_data(item)
+    data = item.tensor_data
+    if not isinstance(tensor, torch.Tensor) or data is None:
+        raise TypeError(
+            f"resolve_data returned a {type(tensor).__name__} for {item.index.fqn!r}, which is "
+            "planned as a tensor"
+        )
+    if tuple(tensor.shape) != tuple(data.chunk.sizes):
+        raise ValueError(
+            f"resolve_data returned a tensor of shape {tuple(tensor.shape)} for "
+            f"{item.index.fqn!r}, which is planned with {tuple(data.chunk.sizes)}"
+        )
+    tensor = tensor.detach()
+    return tensor if tensor.dtype is data.properties.dtype else tensor.to(data.properties.dtype)
+
+
+def _region_key(
+    fqn: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> str:
+    """The FQN, with the region appended when it is not the whole tensor."""
+    if tuple(sizes) == tuple(shape):
+        return fqn
+    region = ",".join(
+        f"{offset}:{offset + size}" for offset, size in zip(offsets, sizes, strict=True)
+    )
+    return f"{fqn}[{region}]"
+
+
+# Reading
+
+
+class ShardFiles:
+    """The shard files of a checkpoint, opened as they are needed."""
+
+    def __init__(self, store: Store, manifest: Manifest, verify: Verify) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.verify = verify
+        self.readers: dict[str, Reader] = {}
+
+    def open(self, file_id: int) -> str:
+        """Open a file, once, and make sure that it is the one that was written."""
+        path = self.manifest.files[file_id]
+        if path in self.readers:
+            return path
+        where = self.store.location
+        try:
+            self.readers[path] = self.store.open_reader(path)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(
+                f"the checkpoint at {where} lacks its file {path!r}"
+            ) from error
+        except OSError as error:
+            raise CorruptCheckpointError(
+                f"the file {path!r} of the checkpoint at {where} cannot be opened: {error}"
+            ) from error
+        found, expected = self.readers[path].nbytes, int(self.manifest.file_sizes[file_id])
+        if found != expected:
+            raise CorruptCheckpointError(
+                f"{path!r} of the checkpoint at {where} has {found} bytes; {expected} were written"
+            )
+        if self.verify is not Verify.OFF:
+            read_bytes(
+                self.readers[path],
+                "the header",
+                0,
+                int(self.manifest.header_sizes[file_id]),
+                int(self.manifest.header_checksums[file_id]),
+                self.verify,
+                f"{path!r} of {where}",
+            )
+        return path
+
+    def read_value(self, name: str, row: int) -> bytes:
+        """A stored value, whose file is open."""
+        m = self.manifest
+        path = m.files[int(m.value_files[row])]
+        return read_bytes(
+            self.readers[path],
+            name,
+            int(m.value_begins[row]),
+            int(m.value_nbytes[row]),
+            int(m.value_checksums[row]),
+            self.verify,
+            f"{path!r} of {self.store.location}",
+        )
+
+    def close(self) -> None:
+        for reader in self.readers.values():
+            reader.close()
+
+
+Values = list[tuple[ReadItem, int]]
+"""Values to read: each with its row in the manifest."""
+
+
+def requests_of(
+    items: Sequence[ReadItem], planner: LoadPlanner, files: ShardFiles, table: StorageTable
+) -> tuple[list[Request], Values]:
+    """What to read for each item; all files that are needed are open afterwards."""
+    with paused_collection():
+        found = _Requests(planner, files, table)
+        if (
+            isinstance(planner, DefaultLoadPlanner)
+            and planner.keeps_tensors()
+            and isinstance(items, ReadItems)
+            and items.untouched
+        ):
+            found.add_rows(items, planner)
+        else:
+            for item in items:
+                found.add(item)
+    return found.requests, found.values
+
+
+class _Requests:
+    def __init__(self, planner: LoadPlanner, files: ShardFiles, table: StorageTable) -> None:
+        self.requests: list[Request] = []
+        self.values: Values = []
+        self._planner = planner
+        self._files = files
+        self._table = table
+        self._plain = isinstance(planner, DefaultLoadPlanner) and planner.fills_in_place()
+
+    def add(self, item: ReadItem) -> None:
+        name, m = item.storage_index.fqn, self._table.manifest
+        if item.type is LoadItemType.BYTE_IO:
+            row = self._table.value_rows[name]
+            self._files.open(int(m.value_files[row]))
+            self.values.append((item, row))
+            return
+        row = self._table.chunk_row(item.storage_index)
+        tensor = self._planner.resolve_tensor(item)
+        if tensor.shape != item.lengths:
+            raise ValueError(
+                f"resolve_tensor returned a tensor of shape {tuple(tensor.shape)} for "
+                f"{item.dest_index.fqn!r}, to be filled with {tuple(item.lengths)}"
+            )
+        self.requests.append(
+            Request(
+                name=name,
+                file=self._files.open(int(m.chunk_files[row])),
+                begin=int(m.chunk_begins[row]),
+                chunk_shape=tuple(m.chunk_sizes[row, : len(item.lengths)].tolist()),
+                dtype=self._table.dtype_of(name),
+                checksum=int(m.chunk_checksums[row]),
+                offsets=item.storage_offsets,
+                lengths=item.lengths,
+                target=tensor.detach(),
+                done=None if self._plain else partial(self._planner.commit_tensor, item, tensor),
+            )
+        )
+
+    def add_rows(self, items: ReadItems, planner: DefaultLoadPlanner) -> None:
+        """The same for many items at once, of which most fill a whole local tensor."""
+        base, table, m = items.base, self._table, self._table.manifest
+        firsts = np.array([table.first_chunk(name) for name in base.names], dtype=np.int64)
+        rows = firsts[base.storage_names] + base.storage_hints
+        rows[base.is_value > 0] = 0
+        width = min(base.regions.shape[2], m.chunk_offsets.shape[1])
+        sound = (rows >= 0) & (rows < len(m.chunk_offsets)) & (base.storage_hints >= 0)
+        rows = np.where(sound, rows, 0)
+        if len(m.chunk_offsets):
+            # The row is only a hint until the offsets agree.
+            sound &= (m.chunk_offsets[rows, :width] == base.regions[:, 2, :width]).all(axis=1)
+            chunks = m.chunk_files[rows], m.chunk_begins[rows], m.chunk_checksums[rows]
+            shapes = m.chunk_sizes[rows]
+        else:
+            chunks, shapes = (rows, rows, rows), rows[:, None]
+        paths: dict[int, str] = {}
+        columns = zip(
+            range(len(rows)),
+            sound.tolist(),
+            base.dest_names.tolist(),
+            base.storage_names.tolist(),
+            base.ndims.tolist(),
+            base.regions[:, 3].tolist(),
+            base.regions[:, 4].tolist(),
+            *(column.tolist() for column in chunks),
+            shapes.tolist(),
+            strict=True,
+        )
+        for i, known, dest, stored, dims, offsets, lengths, file, begin, digest, shape in columns:
+            here = tuple(lengths[:dims])
+            target = None
+            if known:
+                target = whole_local_tensor(planner.state_dict[base.names[dest]], here)
+            if target is None:
+                self.add(items.make(i))
+                continue
+            if file not in paths:
+                paths[file] = self._files.open(file)
+            name = base.names[stored]
+            self.requests.append(
+                Request(
+                    name,
+                    paths[file],
+                    begin,
+                    tuple(shape[:dims]),
+                    table.dtype_of(name),
+                    digest,
+                    tuple(offsets[:dims]),
+                    here,
+                    target,
+                )
+            )
