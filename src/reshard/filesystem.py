@@ -44,6 +44,7 @@ from reshard.contents import (
     to_metadata,
 )
 from reshard.default_planner import DefaultLoadPlanner
+from reshard.engine.collector import paused_collection
 from reshard.engine.reading import Verify, read_regions
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import write_file
@@ -207,7 +208,8 @@ class FileSystemWriter(StorageWriter):
             "save_id": self.save_id,
             "world_size": str(self.world_size if not self.use_collectives else len(results)),
         }
-        manifest = to_manifest(metadata, results, notes)
+        with paused_collection():
+            manifest = to_manifest(metadata, results, notes)
         encoded = encode_manifest(manifest)
         self._check_visible(store, manifest)
         before = store.list()
@@ -318,7 +320,8 @@ class FileSystemReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         store = self.open_store()
         manifest = read_manifest(store)
-        metadata = to_metadata(manifest, store.location, self.allow_pickle)
+        with paused_collection():
+            metadata = to_metadata(manifest, store.location, self.allow_pickle)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id,
             save_id=manifest.notes.get("save_id"),

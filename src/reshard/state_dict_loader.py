@@ -20,6 +20,7 @@ from reshard.api import CheckpointException, CoverageError, MissingKeyError
 from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
 from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from reshard.engine.collector import paused_collection
 from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader
 from reshard.metadata import (
@@ -307,17 +308,20 @@ class _Load:
             self.state_dict, channel.rank, channel.world_size, seen.state_dict_metadata
         )
         self.template = template
-        planner.set_up_planner(template, seen, channel.is_coordinator)
+        with paused_collection():
+            planner.set_up_planner(template, seen, channel.is_coordinator)
         if takes_any_keyword(reader.set_up_storage_reader):
             reader.set_up_storage_reader(
                 metadata, channel.is_coordinator, rank=channel.rank, use_collectives=True
             )
         else:
             reader.set_up_storage_reader(metadata, channel.is_coordinator)
-        self.plan = reader.prepare_local_plan(planner.create_local_plan())
+        with paused_collection():
+            plan = planner.create_local_plan()
+        self.plan = reader.prepare_local_plan(plan)
         unexpected = self._compare_keys(seen)
-        plan = b"" if self._plans_alone() else encode_load_plan(self.plan)
-        return msgspec.msgpack.encode((np.packbits(unexpected).tobytes(), plan))
+        encoded = b"" if self._plans_alone() else encode_load_plan(self.plan)
+        return msgspec.msgpack.encode((np.packbits(unexpected).tobytes(), encoded))
 
     def _ask_stateful(self) -> dict[str, Any]:
         """The states to fill: of `Stateful` values theirs, of others the value itself."""

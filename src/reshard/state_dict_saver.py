@@ -24,6 +24,7 @@ from reshard.coordination.plan_wire import (
     encode_save_plan,
 )
 from reshard.default_planner import DefaultSavePlanner
+from reshard.engine.collector import paused_collection
 from reshard.filesystem import FileSystemWriter
 from reshard.format.manifest import decode_manifest, encode_manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata
@@ -180,7 +181,9 @@ class _Save:
 
     def plan_locally(self) -> bytes:
         self._set_up()
-        self.sent = self.writer.prepare_local_plan(self.planner.create_local_plan())
+        with paused_collection():
+            plan = self.planner.create_local_plan()
+        self.sent = self.writer.prepare_local_plan(plan)
         return encode_save_plan(self.sent)
 
     def _set_up(self) -> None:
@@ -189,11 +192,12 @@ class _Save:
         state_dict = _ask_stateful(self.state_dict)
         state_dict = name_rank_values(state_dict, channel.rank, channel.world_size)
         if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
-            planner.set_up_planner(
-                state_dict=state_dict,
-                storage_meta=writer.storage_meta(),
-                is_coordinator=channel.is_coordinator,
-            )
+            with paused_collection():
+                planner.set_up_planner(
+                    state_dict=state_dict,
+                    storage_meta=writer.storage_meta(),
+                    is_coordinator=channel.is_coordinator,
+                )
         else:
             warnings.warn(
                 f"{type(planner).__name__}.set_up_planner does not take storage_meta; add the "
@@ -218,9 +222,10 @@ class _Save:
         return self.plan_locally()
 
     def plan_globally(self, messages: Sequence[bytes]) -> list[bytes]:
-        plans = decode_save_plans(messages)
         try:
-            answers, self.metadata = self.planner.create_global_plan(plans)
+            with paused_collection():
+                plans = decode_save_plans(messages)
+                answers, self.metadata = self.planner.create_global_plan(plans)
         except StalePlanError:
             if isinstance(self.planner, DefaultSavePlanner) and any(not p.usable for p in plans):
                 return [_AGAIN] * len(plans)
@@ -283,7 +288,8 @@ class _Save:
             manifest = decode_manifest(data, "the manifest that the coordinator sent")
         else:
             manifest = read_manifest(self.writer.open_store())  # type: ignore[attr-defined]
-        metadata = to_metadata(manifest, "the manifest", allow_pickle=True)
+        with paused_collection():
+            metadata = to_metadata(manifest, "the manifest", allow_pickle=True)
         metadata.storage_meta = self.writer.storage_meta()
         return metadata
 

@@ -34,4 +34,15 @@ def paused_collection() -> Iterator[None]:
         with _lock:
             _pauses -= 1
             if _pauses == 0 and _was_enabled:
+                _count_as_old()
                 gc.enable()
+
+
+def _count_as_old() -> None:
+    """Put what was made in the pause among the old objects, at no cost.
+
+    As young ones they would set off a full collection right after the pause.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+        gc.unfreeze()

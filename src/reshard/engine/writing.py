@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from reshard.engine.collector import paused_collection
 from reshard.engine.memory import Staging, byte_view, is_direct, pieces
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Hasher, checksum
@@ -59,17 +60,9 @@ def write_file(
 ) -> Written:
     """Write `contents` as one safetensors file."""
     order = sorted(range(len(contents)), key=lambda i: -_alignment(contents[i].dtype))
-    entries: dict[str, Entry] = {}
-    begins = np.zeros(len(contents), dtype=np.int64)
-    position = 0
-    for i in order:
-        content = contents[i]
-        begins[i] = position
-        entries[content.key] = _entry(content, position)
-        position += content.nbytes
-    header = build_header(entries, {"format": "pt"})
-    begins += len(header)
-    file_bytes = len(header) + position
+    with paused_collection():
+        header, begins = _lay_out(contents, order)
+    file_bytes = len(header) + sum(content.nbytes for content in contents)
 
     checksums = np.zeros(len(contents), dtype=np.uint64)
     writer = store.open_writer(key, file_bytes)
@@ -83,6 +76,20 @@ def write_file(
         writer.close()
     digest = int(np.uint64(checksum(header)).view(np.int64))
     return Written(file_bytes, len(header), digest, begins, checksums.view(np.int64))
+
+
+def _lay_out(contents: Sequence[Content], order: Sequence[int]) -> tuple[bytes, Ints]:
+    """The header of the file, and where each content begins."""
+    entries: dict[str, Entry] = {}
+    begins = [0] * len(contents)
+    position = 0
+    for i in order:
+        content = contents[i]
+        begins[i] = position
+        entries[content.key] = _entry(content, position)
+        position += content.nbytes
+    header = build_header(entries, {"format": "pt"})
+    return header, np.array(begins, dtype=np.int64) + len(header)
 
 
 def _alignment(dtype: torch.dtype) -> int:
