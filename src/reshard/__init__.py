@@ -18,7 +18,7 @@ from reshard.state_dict_loader import (
     read_state_dict,
     read_tensor,
 )
-from reshard.state_dict_saver import save, save_state_dict
+from reshard.state_dict_saver import async_save, close, prewarm, save, save_state_dict
 from reshard.storage import StorageReader, StorageWriter
 
 __all__ = [
@@ -40,9 +40,12 @@ __all__ = [
     "StorageWriter",
     "TensorStorageMetadata",
     "WriteItem",
+    "async_save",
+    "close",
     "load",
     "load_state_dict",
     "per_rank",
+    "prewarm",
     "read_state_dict",
     "read_tensor",
     "save",

@@ -13,7 +13,9 @@
     ├── CorruptCheckpointError     (ValueError)    bytes that contradict themselves or a checksum
     ├── UnsupportedFormatError     (ValueError)    a version or kind that cannot be read here
     ├── CheckpointNotFoundError    (FileNotFoundError) nothing is committed at that place
-    └── RankLostError              (RuntimeError)  a rank died or did not answer in time
+    ├── RankLostError              (RuntimeError)  a rank died or did not answer in time
+    ├── WorkerLostError            (RuntimeError)  the process that saves for a rank died
+    └── BusyError                  (RuntimeError)  more saves in flight than there may be
 
 Nothing here imports the rest of the package.
 """
@@ -25,6 +27,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 __all__ = [
+    "BusyError",
     "CheckpointException",
     "CheckpointNotFoundError",
     "CorruptCheckpointError",
@@ -39,6 +42,7 @@ __all__ = [
     "UnsafeValueError",
     "UnsupportedFormatError",
     "UnsupportedLayoutError",
+    "WorkerLostError",
 ]
 
 WRAPPED_EXCEPTION: TypeAlias = tuple[BaseException, traceback.StackSummary]
@@ -125,6 +129,14 @@ class CheckpointNotFoundError(CheckpointException, FileNotFoundError):
 
 class RankLostError(CheckpointException, RuntimeError):
     """A rank died, or did not answer within the time limit."""
+
+
+class WorkerLostError(CheckpointException, RuntimeError):
+    """The process that saves for this rank died in the middle of a save."""
+
+
+class BusyError(CheckpointException, RuntimeError):
+    """As many saves are in flight as there may be, and the caller would not wait."""
 
 
 def _wrap_exception(exc: BaseException) -> WRAPPED_EXCEPTION:

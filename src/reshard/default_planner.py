@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import logging
+import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class PlanCache:
     changed, so planners of different models can never confuse each other.
     """
 
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
     # Of this rank: its last plan that was accepted, and what it was told to do.
     local_fingerprint: bytes = b""
     final_plan: SavePlan | None = None
@@ -164,7 +166,12 @@ class DefaultSavePlanner(SavePlanner):
 
     def forget_cached_plans(self) -> None:
         """Plan from scratch next time. To be called on every rank."""
-        self._cache.__init__()  # type: ignore[misc]
+        self._cache.__init__(self._cache.key)  # type: ignore[misc]
+
+    def remember_in(self, caches: dict[str, PlanCache]) -> None:
+        """Go on with what this planner remembered when it was here before, in another copy."""
+        if self._enable_plan_caching:
+            self._cache = caches.setdefault(self._cache.key, self._cache)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if not self._enable_plan_caching:

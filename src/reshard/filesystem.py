@@ -54,13 +54,14 @@ from reshard.format.manifest import (
     encode_manifest,
 )
 from reshard.format.values import MAGIC, decode_value
-from reshard.metadata import Metadata, StorageMeta
+from reshard.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from reshard.planner import (
     LoadPlan,
     LoadPlanner,
     SavePlan,
     SavePlanner,
 )
+from reshard.staging import BlockingAsyncStager
 from reshard.storage import StorageInfo, StorageReader, StorageWriter, WriteResult
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
@@ -114,6 +115,14 @@ class FileSystemWriter(StorageWriter):
         self.use_collectives = True
         self.save_id = str(uuid.uuid4())
         self._unclaimed: list[str] = []
+        self._stager = BlockingAsyncStager(cache_staged_state_dict)
+
+    _synchronize_after_execute = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process stages nothing.
+        stager = BlockingAsyncStager(self.cache_staged_state_dict)
+        return vars(self) | {"_stager": stager}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -141,6 +150,23 @@ class FileSystemWriter(StorageWriter):
     def open_store(self) -> Store:
         """Where the bytes go. Made to be overridden."""
         return LocalStore(self.path)
+
+    # As a stager: what `async_save` asks if it is given no other.
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A copy of `state_dict` in the staging memory of the process."""
+        return self._stager.stage(state_dict)  # type: ignore[return-value]
+
+    def synchronize_staging(self) -> None:
+        """Nothing to do: `stage` copies before it returns."""
+
+    def close(self) -> None:
+        """Let go of what was staged last."""
+        self._stager.close()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         store = self.open_store()

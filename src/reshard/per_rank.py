@@ -21,6 +21,10 @@ class PerRank:
     value: Any
     on_resize: OnResize = "error"
 
+    def __replace_value__(self, value: Any) -> PerRank:
+        """The same mark on another value: on the staged copy of this one."""
+        return PerRank(value, self.on_resize)
+
 
 def per_rank(value: Any, on_resize: OnResize = "error") -> PerRank:
     """Mark a value of a state dict that differs by rank, so that each rank's is stored.

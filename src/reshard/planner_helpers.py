@@ -169,7 +169,7 @@ def _create_write_items(
         if not takes_part(fqn, object, reader):
             return []
         return [_to_item(item) for item in object.__create_write_items__(fqn, object)]
-    if not isinstance(object, torch.Tensor) or not (is_sharded(object) or is_dense(object)):
+    if not is_sharded(object) and not (isinstance(object, torch.Tensor) and is_dense(object)):
         return [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
     builder = RowBuilder()
     kind = SHARD if is_sharded(object) else TENSOR

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api import CheckpointException, CoverageError, MissingKeyError
+from reshard.background.backlog import backlog, place_of
 from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
 from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
@@ -301,6 +302,7 @@ class _Load:
 
     def plan_locally(self) -> bytes:
         channel, reader, planner = self.channel, self.reader, self.planner
+        backlog().settle(place_of(reader))
         self.state_dict = self._ask_stateful()
         metadata = reader.read_metadata()
         seen = _renamed(metadata, self.options.rename)

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 import os
-import pickle
 import warnings
-from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
 
 import torch.distributed as dist
 
-from reshard.api import CheckpointException, StalePlanError
-from reshard.checkpoint_files import read_manifest
-from reshard.contents import StorageTable, to_metadata
-from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
-from reshard.coordination.plan_wire import (
-    decode_answer,
-    decode_results,
-    decode_save_plans,
-    encode_answer,
-    encode_results,
-    encode_save_plan,
-)
+from reshard.background.backlog import WhenBusy, backlog, place_of
+from reshard.background.saves import BackgroundSave, worker_of_this_process
+from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, open_channel
 from reshard.default_planner import DefaultSavePlanner
-from reshard.engine.collector import paused_collection
-from reshard.filesystem import FileSystemWriter
-from reshard.format.manifest import decode_manifest, encode_manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata
-from reshard.per_rank import name_rank_values
-from reshard.planner import SavePlan, SavePlanner
+from reshard.planner import SavePlanner
+from reshard.save_operation import SaveJob, SaveOperation, choose_writer
+from reshard.staging import AsyncStager, staging_pool
 from reshard.stateful import is_stateful
-from reshard.storage import StorageWriter, takes_any_keyword
+from reshard.storage import StorageWriter
 
-__all__ = ["save", "save_state_dict"]
-
-logger = logging.getLogger(__name__)
-
-_MOST_BROADCAST_CHUNKS = 100_000
-_GO, _AGAIN = b"g", b"a"
+__all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
+    "async_save",
+    "close",
+    "prewarm",
+    "save",
+    "save_state_dict",
+]
 
 
 def save(
@@ -64,7 +55,7 @@ def save(
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.
     """
-    writer = _choose_writer(storage_writer, checkpoint_id)
+    writer = choose_writer(storage_writer, checkpoint_id)
     return _save_state_dict(
         state_dict,
         writer,
@@ -92,31 +83,6 @@ def save_state_dict(
     )
 
 
-def _choose_writer(
-    storage_writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None
-) -> StorageWriter:
-    if storage_writer is not None:
-        if checkpoint_id is not None:
-            storage_writer.reset(checkpoint_id)
-        return storage_writer
-    if not checkpoint_id:
-        raise RuntimeError("say where to save: pass checkpoint_id or storage_writer")
-    if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
-        raise RuntimeError(
-            f"no storage is known for {checkpoint_id!r}: pass a directory, or a storage_writer"
-        )
-    writer = FileSystemWriter(checkpoint_id)
-    writer.reset(checkpoint_id)
-    return writer
-
-
-def _ask_stateful(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    return {
-        key: value.state_dict() if is_stateful(value) else value
-        for key, value in state_dict.items()
-    }
-
-
 def _save_state_dict(
     state_dict: STATE_DICT_TYPE,
     storage_writer: StorageWriter,
@@ -127,189 +93,119 @@ def _save_state_dict(
     use_collectives: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
-    use_dist = not no_dist and dist.is_available() and dist.is_initialized()
-    channel = open_channel(process_group, use_dist, coordinator_rank, timeout_seconds)
-    chosen = planner if planner is not None else DefaultSavePlanner()
+    channel = open_channel(process_group, _use_dist(no_dist), coordinator_rank, timeout_seconds)
+
+    def prepare() -> SaveJob:
+        # Earlier failures are raised, and states asked for, where all ranks hear of an error.
+        backlog().raise_unseen()
+        backlog().settle(place_of(storage_writer))
+        return SaveJob(_ask_stateful(state_dict), storage_writer, planner or DefaultSavePlanner())
+
     with channel:
-        return _Save(state_dict, storage_writer, chosen, channel, use_collectives).run()
+        return SaveOperation(prepare, channel, use_collectives).run()
 
 
-class _Save:
-    """One save, as one rank sees it."""
+def _use_dist(no_dist: bool) -> bool:
+    return not no_dist and dist.is_available() and dist.is_initialized()
 
-    def __init__(
-        self,
-        state_dict: STATE_DICT_TYPE,
-        writer: StorageWriter,
-        planner: SavePlanner,
-        channel: Channel,
-        use_collectives: bool,
-    ) -> None:
-        self.state_dict = state_dict
-        self.writer = writer
-        self.planner = planner
-        self.channel = channel
-        self.use_collectives = use_collectives
-        self.sent: SavePlan
-        self.answer: SavePlan
-        self.answers: list[SavePlan] = []
-        self.metadata: Metadata | None = None
 
-    def run(self) -> Metadata:
-        if not self.use_collectives:
-            self.channel.gather_scatter("save", self.save_alone, self.retire_older)
-            return self._committed()
-        reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
-        if reply[:1] == _AGAIN:
-            # Some rank relied on a cached plan that the coordinator no longer has.
-            reply = self.channel.gather_scatter("plan", self.plan_anew, self.plan_globally)
-        self.answer = decode_answer(reply[1:], self.sent)
-        try:
-            outcome = self.channel.gather_scatter("write", self.write, self.finish)
-        except CheckpointException:
-            self._discard()
-            raise
-        return self._learn(outcome)
+def _ask_stateful(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    return {
+        key: value.state_dict() if is_stateful(value) else value
+        for key, value in state_dict.items()
+    }
 
-    def _discard(self) -> None:
-        """Free the space that the failed save took; a retry may need it."""
-        if isinstance(self.writer, FileSystemWriter):
-            try:
-                self.writer.discard()
-            except (OSError, CheckpointException) as error:
-                logger.warning("could not remove the files of a failed save: %s", error)
 
-    def plan_locally(self) -> bytes:
-        self._set_up()
-        with paused_collection():
-            plan = self.planner.create_local_plan()
-        self.sent = self.writer.prepare_local_plan(plan)
-        return encode_save_plan(self.sent)
+class AsyncCheckpointerType(Enum):
+    """Who does a background save: a thread of this process, or a process beside it."""
 
-    def _set_up(self) -> None:
-        channel, planner, writer = self.channel, self.planner, self.writer
-        # Asked here and not earlier, so that a failure reaches the other ranks.
-        state_dict = _ask_stateful(self.state_dict)
-        state_dict = name_rank_values(state_dict, channel.rank, channel.world_size)
-        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
-            with paused_collection():
-                planner.set_up_planner(
-                    state_dict=state_dict,
-                    storage_meta=writer.storage_meta(),
-                    is_coordinator=channel.is_coordinator,
-                )
-        else:
-            warnings.warn(
-                f"{type(planner).__name__}.set_up_planner does not take storage_meta; add the "
-                "parameter",
-                stacklevel=2,
-            )
-            planner.set_up_planner(state_dict, channel.is_coordinator)  # type: ignore[arg-type]
-        set_up = writer.set_up_storage_writer
-        if takes_any_keyword(set_up):
-            set_up(
-                channel.is_coordinator,
-                rank=channel.rank,
-                use_collectives=self.use_collectives,
-                world_size=channel.world_size,
-            )
-        else:
-            set_up(channel.is_coordinator)
+    THREAD = "thread"
+    PROCESS = "process"
 
-    def plan_anew(self) -> bytes:
-        if isinstance(self.planner, DefaultSavePlanner):
-            self.planner.forget_cached_plans()
-        return self.plan_locally()
+    @classmethod
+    def _missing_(cls, value: object) -> AsyncCheckpointerType | None:
+        # The enum of torch means the same.
+        return cls(value.value) if isinstance(value, Enum) else None
 
-    def plan_globally(self, messages: Sequence[bytes]) -> list[bytes]:
-        try:
-            with paused_collection():
-                plans = decode_save_plans(messages)
-                answers, self.metadata = self.planner.create_global_plan(plans)
-        except StalePlanError:
-            if isinstance(self.planner, DefaultSavePlanner) and any(not p.usable for p in plans):
-                return [_AGAIN] * len(plans)
-            raise
-        self.answers = self.writer.prepare_global_plan(answers)
-        return [
-            _GO + encode_answer(answer, plan)
-            for answer, plan in zip(self.answers, plans, strict=True)
-        ]
 
-    def write(self) -> bytes:
-        final = self.planner.finish_plan(self.answer)
-        writes = self.writer.write_data(final, self.planner)
-        writes.wait()
-        return encode_results(writes.value(), as_answered=self._as_answered(final))
+@dataclass
+class AsyncSaveResponse:
+    """What `async_save` returns when the stager copies in the background.
 
-    def _as_answered(self, final: SavePlan) -> bool:
-        """Whether the coordinator knows the items of `final` without being told."""
-        if self.answer.usable:
-            return final.items is self.answer.items
-        mine = type(self.planner)
-        return (
-            isinstance(self.planner, DefaultSavePlanner)
-            and mine.finish_plan is DefaultSavePlanner.finish_plan
-            and mine.create_global_plan is DefaultSavePlanner.create_global_plan
-        )
+    The state must not change before `staging_completion` is done.
+    """
 
-    def finish(self, messages: Sequence[bytes]) -> list[bytes]:
-        if self.metadata is None:
-            raise RuntimeError("there is no global plan to finish")
-        plans = self.answers
-        if isinstance(self.planner, DefaultSavePlanner):
-            whole = self.planner.global_plan
-            plans = [a if a.usable else whole[rank] for rank, a in enumerate(plans)]
-        results = [
-            decode_results(message, plan.items)
-            for message, plan in zip(messages, plans, strict=True)
-        ]
-        self.writer.finish(metadata=self.metadata, results=results)
-        return [self._tell()] * len(messages)
+    staging_completion: Future[None]
+    upload_completion: Future[Metadata]
 
-    def _tell(self) -> bytes:
-        """The metadata, for the other ranks."""
-        metadata = self.metadata
-        if metadata is None or not isinstance(metadata.storage_data, StorageTable):
-            return b"p" + pickle.dumps(metadata)
-        manifest = metadata.storage_data.manifest
-        if len(manifest.chunk_files) > _MOST_BROADCAST_CHUNKS:
-            return b"r"
-        return b"m" + encode_manifest(manifest)
 
-    def _learn(self, outcome: bytes) -> Metadata:
-        if self.metadata is not None:
-            return self.metadata
-        kind, data = outcome[:1], outcome[1:]
-        if kind == b"p":
-            metadata: Metadata = pickle.loads(data)
-            return metadata
-        if kind == b"m":
-            manifest = decode_manifest(data, "the manifest that the coordinator sent")
-        else:
-            manifest = read_manifest(self.writer.open_store())  # type: ignore[attr-defined]
-        with paused_collection():
-            metadata = to_metadata(manifest, "the manifest", allow_pickle=True)
-        metadata.storage_meta = self.writer.storage_meta()
-        return metadata
+def async_save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    when_busy: WhenBusy = "wait",
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Future[Metadata] | AsyncSaveResponse:
+    """Save `state_dict` while training goes on.
 
-    def save_alone(self) -> bytes:
-        """Plan, write and commit what this rank holds, without the others."""
-        self._set_up()
-        plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
-        plans, self.metadata = self.planner.create_global_plan([plan])
-        final = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[0])
-        writes = self.writer.write_data(final, self.planner)
-        writes.wait()
-        self.writer.finish(metadata=self.metadata, results=[writes.value()])
-        return b""
+    Called by the same ranks as `save`. Returns when the state is copied away and may be
+    changed: a future of the metadata that `save` would return. If the stager copies in
+    the background it returns at once, with an `AsyncSaveResponse`.
 
-    def retire_older(self, messages: Sequence[bytes]) -> list[bytes]:
-        if isinstance(self.writer, FileSystemWriter):
-            self.writer.retire_older()
-        return [b""] * len(messages)
+    Saves of one process run one after the other. While one runs and another waits, a
+    third call blocks until one of them is done, or raises `BusyError` with
+    `when_busy="refuse"`. A save that fails raises from its future; if nobody looks at
+    that, from the next `save` or `async_save`, from `close`, or from a `load` of the same
+    place, and what is left is reported on stderr when the process ends. A process that
+    ends waits for its saves.
 
-    def _committed(self) -> Metadata:
-        if self.metadata is None:
-            raise RuntimeError("the save ended without metadata")
-        return self.metadata
+    No collective is issued, so training may use any group meanwhile.
+    """
+    if when_busy not in ("wait", "refuse"):
+        raise ValueError(f"when_busy is 'wait' or 'refuse', not {when_busy!r}")
+    save = BackgroundSave(
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        in_process=AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS,
+        use_collectives=use_collectives,
+        channel=open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds),
+    )
+    future = save.start(lambda: _ask_stateful(state_dict), async_stager, when_busy)
+    if save.staging is not None:
+        return AsyncSaveResponse(save.staging, future)
+    return future
+
+
+def prewarm(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+) -> None:
+    """Get ready to `async_save` such a state dict: the first will be as fast as the next.
+
+    Takes the staging memory, and starts the worker process if one is asked for. Not a
+    collective. `Stateful` values are asked for their state.
+    """
+    if AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS:
+        worker_of_this_process().start()
+    staging_pool().prewarm(_ask_stateful(state_dict))
+
+
+def close() -> None:
+    """Wait for the saves in flight, end the worker process, give the staging memory back.
+
+    Raises the failure of a background save that nobody has looked at. Not a collective.
+    Saves may follow; they take what they need anew.
+    """
+    backlog().drain()
+    worker_of_this_process().stop()
+    staging_pool().close()
+    backlog().raise_unseen()

@@ -51,6 +51,7 @@ MODULES = [
     "planner",
     "storage",
     "stateful",
+    "staging",
     "default_planner",
     "planner_helpers",
     "utils",
@@ -64,7 +65,6 @@ MODULES = [
 ]
 # Name -> the feature that brings it. Shrinks as features land; a stale entry fails.
 NOT_YET = {
-    "async_save": "asynchronous saves",
     "load_sharded_optimizer_state_dict": "optimizer",
     "HuggingFaceStorageWriter": "Hugging Face storage",
     "HuggingFaceStorageReader": "Hugging Face storage",
@@ -73,18 +73,10 @@ NOT_YET = {
     "filesystem.FileSystem": "stores",
     "filesystem.FileSystemBase": "stores",
     "filesystem.SerializationFormat": "stores",
-    "filesystem.FileSystemWriter.close": "asynchronous saves",
-    "filesystem.FileSystemWriter.should_synchronize_after_execute": "asynchronous saves",
-    "filesystem.FileSystemWriter.stage": "asynchronous saves",
-    "filesystem.FileSystemWriter.synchronize_staging": "asynchronous saves",
-    "state_dict_saver.async_save": "asynchronous saves",
-    "state_dict_saver.AsyncCheckpointerType": "asynchronous saves",
-    "state_dict_saver.AsyncSaveResponse": "asynchronous saves",
     "format_utils": "conversion",
     "hf_storage": "Hugging Face storage",
     "quantized_hf_storage": "Hugging Face storage",
     "optimizer": "optimizer",
-    "staging": "asynchronous saves",
     "state_dict": "save",
 }
 # Modules that no user code imports from: logging of torch's own, and a geometry helper.
@@ -121,6 +113,15 @@ PRESENT = [pair for pair in ALL_NAMES if qualified(*pair) not in NOT_YET]
 # What a difference is
 
 
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two defaults mean the same: members of enums have the same name, say."""
+    if isinstance(theirs, enum.Enum) and isinstance(ours, enum.Enum):
+        return (ours.name, ours.value) == (theirs.name, theirs.value)
+    if dataclasses.is_dataclass(theirs) and dataclasses.is_dataclass(ours):
+        return vars(ours) == vars(theirs)
+    return bool(ours == theirs)
+
+
 def parameter_problems(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:
     """Why some call of `theirs` would not be understood the same way by `ours`."""
     problems = []
@@ -139,7 +140,7 @@ def parameter_problems(theirs: inspect.Signature, ours: inspect.Signature) -> li
             problems.append(f"takes {parameter.name!r} as {mine.kind.description}")
         elif positional and our_parameters.index(mine) != position:
             problems.append(f"has {parameter.name!r} in another position")
-        if parameter.default is not parameter.empty and mine.default != parameter.default:
+        if parameter.default is not parameter.empty and not same(mine.default, parameter.default):
             problems.append(f"has another default for {parameter.name!r}: {mine.default!r}")
     for parameter in our_parameters:
         optional = parameter.default is not parameter.empty or parameter.kind in (

@@ -28,7 +28,15 @@ from reshard.api import (
 )
 from reshard.coordination.liveness import Pulse, Watch, make_card
 
-__all__ = ["Channel", "RemoteError", "SoloChannel", "StoreChannel", "open_channel"]
+__all__ = [
+    "Channel",
+    "RemoteError",
+    "SoloChannel",
+    "StoreChannel",
+    "decode_error",
+    "encode_error",
+    "open_channel",
+]
 
 DEFAULT_TIMEOUT_SECONDS = 30 * 60.0
 _LOOK_AROUND_SECONDS = 1.0
@@ -104,6 +112,8 @@ class StoreChannel:
     world_size: int
     coordinator: int = 0
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    origin: Any = None
+    """What must not go away while the channel is used: it may be the store's server."""
 
     def __post_init__(self) -> None:
         self.is_coordinator = self.rank == self.coordinator
@@ -168,7 +178,7 @@ class StoreChannel:
             return message
         key = f"{prefix}/answer/{self.rank}"
         for lost in self._wait_for({self.coordinator: key}, phase).values():
-            return _FAILURE + pickle.dumps({self.coordinator: _encode_error(lost)})
+            return _FAILURE + pickle.dumps({self.coordinator: encode_error(lost)})
         return self._take(key)
 
     def _decide(
@@ -182,7 +192,7 @@ class StoreChannel:
             rank: f"{prefix}/message/{rank}" for rank in range(self.world_size) if rank != self.rank
         }
         lost = self._wait_for(others, phase)
-        failures = {rank: _encode_error(error) for rank, error in lost.items()}
+        failures = {rank: encode_error(error) for rank, error in lost.items()}
         messages: list[bytes] = []
         for rank in range(self.world_size):
             if rank in lost:
@@ -266,13 +276,14 @@ def _attempt(work: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
     try:
         return _VALUE + work(), None
     except Exception as error:  # noqa: BLE001 - sent to all ranks, which raise it
-        return _FAILURE + _encode_error(error), None
+        return _FAILURE + encode_error(error), None
     except BaseException as error:  # noqa: BLE001 - raised by the caller
         # An interrupt: the others are told, and then it goes its way.
-        return _FAILURE + _encode_error(error), error
+        return _FAILURE + encode_error(error), error
 
 
-def _encode_error(error: BaseException) -> bytes:
+def encode_error(error: BaseException) -> bytes:
+    """An error ready to be sent; as text, if it cannot be sent as it is."""
     wrapped = _wrap_exception(error)
     try:
         encoded = pickle.dumps(wrapped)
@@ -284,8 +295,14 @@ def _encode_error(error: BaseException) -> bytes:
     return encoded
 
 
+def decode_error(data: bytes) -> WRAPPED_EXCEPTION:
+    """What `encode_error` encoded, on another rank or in another process of this job."""
+    error: WRAPPED_EXCEPTION = pickle.loads(data)
+    return error
+
+
 def _decode_failures(data: bytes) -> dict[int, WRAPPED_EXCEPTION]:
-    return {rank: pickle.loads(error) for rank, error in pickle.loads(data).items()}
+    return {rank: decode_error(error) for rank, error in pickle.loads(data).items()}
 
 
 def _parts(message: bytes) -> list[bytes]:
@@ -317,7 +334,8 @@ def open_channel(
         )
     if world_size == 1:
         return SoloChannel()
-    store = _connection(dist.distributed_c10d._get_default_store())
+    origin = dist.distributed_c10d._get_default_store()
+    store = _connection(origin)
     # Numbered per group, since operations on different groups have no common order; and by
     # the store, so that the count begins anew with a new group.
     name = f"reshard/{group.group_name}"
@@ -330,6 +348,7 @@ def open_channel(
         world_size=world_size,
         coordinator=coordinator,
         timeout_seconds=timeout_seconds,
+        origin=origin,
     )
 
 

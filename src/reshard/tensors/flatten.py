@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from reshard.api import StateDictError
+from reshard.tensors.shards import HeldShards
 
 __all__ = [
     "PathMap",
@@ -117,7 +118,7 @@ def traverse_state_dict(
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor | HeldShards)
 
 
 def _leaves(

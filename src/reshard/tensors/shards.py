@@ -24,8 +24,10 @@ from reshard.tensors.layout import Cut, Region, local_regions
 __all__ = [
     "Box",
     "DTensorReader",
+    "HeldShards",
     "LocalShard",
     "describes_itself",
+    "held_shards",
     "find_tensor_shard",
     "find_state_dict_object",
     "is_dense",
@@ -63,6 +65,32 @@ class LocalShard:
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True)
+class HeldShards:
+    """The shards of a tensor that this rank holds, without the mesh that says so.
+
+    Stands for a DTensor or ShardedTensor in a process that has no process group.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    shards: tuple[LocalShard, ...]
+
+    def size(self) -> torch.Size:
+        return torch.Size(self.shape)
+
+
+def held_shards(value: torch.Tensor) -> HeldShards:
+    """What this rank holds of a sharded tensor."""
+    return HeldShards(
+        value.dtype,
+        tuple(value.size()),
+        value.requires_grad,
+        tuple(local_shards("a tensor", value)) if takes_part("a tensor", value) else (),
+    )
+
+
 class DTensorReader:
     """Reads the layout of DTensors, remembering meshes and placements it has seen.
 
@@ -74,7 +102,7 @@ class DTensorReader:
         self._meshes: dict[int, tuple[Mesh, tuple[int, ...], Sequence[int] | None]] = {}
         self._cuts: dict[tuple[int, tuple[Any, ...]], tuple[Cut, ...]] = {}
 
-    def cuts(self, fqn: str, tensor: DTensor) -> tuple[Cut, ...] | None:
+    def cuts(self, fqn: str, tensor: Any) -> tuple[Cut, ...] | None:
         """How the tensor is cut for this rank; None if it is not part of the mesh."""
         mesh, placements = tensor._spec.mesh, tensor._spec.placements
         known = self._meshes.get(id(mesh))
@@ -89,8 +117,13 @@ class DTensorReader:
             cuts = self._cuts[key] = _cuts(fqn, known[1], known[2], placements)
         return cuts
 
-    def regions(self, fqn: str, tensor: DTensor) -> tuple[Region, ...]:
+    def regions(self, fqn: str, tensor: Any) -> tuple[Region, ...]:
         """The regions that this rank holds; none if it is not part of the mesh."""
+        if type(tensor) is HeldShards:
+            return tuple(
+                Region(shard.offsets, shard.sizes, (0,) * len(shard.sizes))
+                for shard in tensor.shards
+            )
         cuts = self.cuts(fqn, tensor)
         if cuts is None:
             return ()
@@ -155,13 +188,16 @@ def is_plain(value: Any) -> bool:
 
 def is_sharded(value: Any) -> bool:
     """Whether `value` may be a part of a tensor that lives on several ranks."""
-    return isinstance(value, DTensor | ShardedTensor)
+    return isinstance(value, DTensor | ShardedTensor | HeldShards)
 
 
 def plain_local_tensor(value: Any) -> torch.Tensor | None:
     """The local tensor of a DTensor over a plain tensor; None for anything else."""
     if type(value) is DTensor and type(value._local_tensor) in _PLAIN:
         return value._local_tensor
+    if type(value) is HeldShards and len(value.shards) == 1:
+        only = value.shards[0].tensor
+        return only if type(only) in _PLAIN else None
     return None
 
 
@@ -207,7 +243,7 @@ def takes_part(fqn: str, value: Any, reader: DTensorReader | None = None) -> boo
 
 
 def local_shards(
-    fqn: str, value: torch.Tensor, reader: DTensorReader | None = None
+    fqn: str, value: torch.Tensor | HeldShards, reader: DTensorReader | None = None
 ) -> Iterator[LocalShard]:
     """The shards of `value` on this rank, nested sharded tensors resolved."""
     if isinstance(value, DTensor):
@@ -218,6 +254,8 @@ def local_shards(
                 local if len(regions) == 1 else _narrow(local, region.local_offsets, region.sizes)
             )
             yield LocalShard(region.offsets, region.sizes, view)
+    elif isinstance(value, HeldShards):
+        yield from value.shards
     elif isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             outer = tuple(shard.metadata.shard_offsets)
@@ -253,14 +291,14 @@ def wanted_regions(fqn: str, value: Any, reader: DTensorReader) -> list[Box]:
 
 
 def find_tensor_shard(
-    tensor: torch.Tensor, index: MetadataIndex, reader: DTensorReader | None = None
+    tensor: Any, index: MetadataIndex, reader: DTensorReader | None = None
 ) -> torch.Tensor:
     """The local memory of the shard that `index` names."""
     value = tensor
     if describes_itself(value, "__get_tensor_shard__"):
-        own: torch.Tensor = value.__get_tensor_shard__(index)  # type: ignore[attr-defined]
+        own: torch.Tensor = value.__get_tensor_shard__(index)
         return own
-    if isinstance(value, DTensor | ShardedTensor):
+    if is_sharded(value):
         shards = list(local_shards(index.fqn, value, reader))
         if index.offset is None:
             if len(shards) == 1:
@@ -280,7 +318,8 @@ def find_tensor_shard(
         raise ValueError(
             f"{index.fqn!r} is one whole tensor here; there is no shard at {tuple(index.offset)}"
         )
-    return value
+    whole: torch.Tensor = value
+    return whole
 
 
 def find_state_dict_object(
@@ -290,7 +329,7 @@ def find_state_dict_object(
     if index.fqn not in state_dict:
         raise ValueError(f"there is no {index.fqn!r} in the state dict")
     value = state_dict[index.fqn]
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | HeldShards):
         return find_tensor_shard(value, index, reader)
     if index.offset is not None:
         raise ValueError(

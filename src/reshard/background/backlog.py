@@ -1,0 +1,234 @@
+"""The background saves of this process, in order, and their failures until somebody looks.
+
+Saves run one after the other, in a thread that lives while there is work. So two saves to
+one place never meet, and memory is bounded by how many may be in flight.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from reshard.api import BusyError, CheckpointException
+from reshard.metadata import Metadata
+
+__all__ = ["Backlog", "SaveFuture", "WhenBusy", "backlog", "place_of"]
+
+logger = logging.getLogger(__name__)
+
+WhenBusy = Literal["wait", "refuse"]
+MOST_IN_FLIGHT = 2
+"""One save that runs, and one that is staged and waits for it."""
+
+
+class SaveFuture(Future[Metadata]):
+    """The outcome of a background save. Remembers whether anybody has seen it fail."""
+
+    def __init__(self, place: str | None) -> None:
+        super().__init__()
+        self.place = place
+        self.seen = False
+        self.failure: BaseException | None = None
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Metadata:
+        try:
+            return super().result(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.seen = True
+        return error
+
+
+class Backlog:
+    """The saves in flight, oldest first. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[SaveFuture, Callable[[], Metadata]]] = deque()
+        self._in_flight: list[SaveFuture] = []
+        self._failed: list[SaveFuture] = []
+        self._thread: threading.Thread | None = None
+        self._closers: list[Callable[[], None]] = []
+        self._watching_exit = False
+
+    def submit(self, place: str | None, work: Callable[[], Metadata]) -> SaveFuture:
+        """Queue a save. `place` is what it writes to, as `place_of` names it."""
+        future = SaveFuture(place)
+        with self._changed:
+            self._watch_exit()
+            self._in_flight.append(future)
+            self._waiting.append((future, work))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="reshard-save", daemon=True)
+                self._thread.start()
+        return future
+
+    def admit(self, when_busy: WhenBusy) -> None:
+        """Return once another save may be staged; with `"refuse"`, raise if that is not now."""
+        with self._changed:
+            if threading.current_thread() is self._thread:
+                # A callback of a save that has just ended: to wait here would be for ever.
+                return
+            if when_busy == "refuse" and len(self._in_flight) >= MOST_IN_FLIGHT:
+                places = ", ".join(repr(future.place) for future in self._in_flight)
+                raise BusyError(
+                    f"{len(self._in_flight)} saves are in flight, to {places}. Wait for one of "
+                    "their futures, or pass when_busy='wait'"
+                )
+            self._changed.wait_for(lambda: len(self._in_flight) < MOST_IN_FLIGHT)
+
+    def raise_unseen(self, place: str | None = None) -> None:
+        """Raise the failure of an earlier save that nobody has looked at, once.
+
+        With `place`, only failures of saves to that place count.
+        """
+        with self._changed:
+            for future in self._failed:
+                error = future.failure
+                if not future.seen and error is not None and place in (None, future.place):
+                    future.seen = True
+                    raise _again(future, error)
+
+    def settle(self, place: str | None) -> None:
+        """Wait for the saves to a place, and raise their failures as `raise_unseen` does."""
+        if place is None:
+            return
+        with self._changed:
+            # A callback of a save runs in the thread that it would wait for.
+            if threading.current_thread() is not self._thread:
+                self._changed.wait_for(
+                    lambda: not any(future.place == place for future in self._in_flight)
+                )
+        self.raise_unseen(place)
+
+    def drain(self) -> None:
+        """Block until no save is in flight."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_flight)
+
+    def on_close(self, closer: Callable[[], None]) -> None:
+        """Have `closer` called when the process ends, after the last save."""
+        with self._changed:
+            self._watch_exit()
+            if closer not in self._closers:
+                self._closers.append(closer)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                future, work = self._waiting.popleft()
+            self._do(future, work)
+            # Not kept until the next save comes: it holds the state dict.
+            del work
+
+    def _do(self, future: SaveFuture, work: Callable[[], Metadata]) -> None:
+        metadata: Metadata | None = None
+        failure: BaseException | None = None
+        try:
+            metadata = work()
+        except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
+            failure = error
+        with self._changed:
+            self._in_flight.remove(future)
+            # Failures that somebody has seen are of no more use.
+            self._failed = [f for f in self._failed if not f.seen]
+            future.failure = failure
+            if failure is not None:
+                self._failed.append(future)
+        # Callbacks run here, and may start the next save.
+        if failure is not None:
+            future.set_exception(failure)
+        else:
+            future.set_result(metadata)  # type: ignore[arg-type]
+        with self._changed:
+            self._changed.notify_all()
+
+    # The end of the process
+
+    def _watch_exit(self) -> None:
+        if self._watching_exit:
+            return
+        self._watching_exit = True
+        # Thread pools refuse work once the interpreter begins to end, which is before the
+        # functions of atexit run; this hook comes before that.
+        register = getattr(threading, "_register_atexit", atexit.register)
+        register(self._at_exit, os.getpid())
+
+    def _at_exit(self, pid: int) -> None:
+        if pid != os.getpid():
+            # A forked child has none of the threads that would do the work.
+            return
+        try:
+            if self._in_flight:
+                logger.info("waiting for %d saves to finish", len(self._in_flight))
+            self.drain()
+        except KeyboardInterrupt:
+            for future in self._in_flight:
+                _say(f"reshard: the save to {future.place!r} was cut off and is not there")
+        for closer in self._closers:
+            with _reported():
+                closer()
+        for future in self._failed:
+            error = future.failure
+            if error is not None and not future.seen:
+                text = "".join(traceback.format_exception(error))
+                _say(
+                    f"reshard: the save to {future.place!r} failed, and nobody looked at its "
+                    f"future. There is no new checkpoint at that place.\n{text}"
+                )
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except Exception:  # noqa: BLE001 - the process is ending; there is nobody to raise it to
+        _say(traceback.format_exc())
+
+
+def _say(text: str) -> None:
+    """Write to the terminal itself: loggers and streams may be closed by now."""
+    os.write(2, (text.rstrip() + "\n").encode())
+
+
+def _again(future: SaveFuture, error: BaseException) -> CheckpointException:
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    again = CheckpointException(
+        f"the background save to {future.place!r} failed earlier: {error}", dict(failures)
+    )
+    again.__cause__ = error
+    return again
+
+
+_backlog = Backlog()
+
+
+def backlog() -> Backlog:
+    """The saves of this process."""
+    return _backlog
+
+
+def place_of(storage: Any) -> str | None:
+    """What a storage writes to or reads from, in a form that can be compared."""
+    checkpoint_id = getattr(storage, "checkpoint_id", None)
+    if checkpoint_id is None:
+        return None
+    text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
+    if not isinstance(text, str):
+        return None
+    return text if "://" in text else os.path.abspath(text)

@@ -1,0 +1,267 @@
+"""A save in the background, from the call to its outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.api import CheckpointException
+from reshard.background.backlog import SaveFuture, WhenBusy, backlog, place_of
+from reshard.background.handover import pack, unpack
+from reshard.background.worker import FailedThere, Request, Worker, main_module
+from reshard.coordination.channel import Channel, SoloChannel
+from reshard.coordination.meeting import Meeting, call_meeting
+from reshard.default_planner import DefaultSavePlanner, PlanCache
+from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.planner import SavePlanner
+from reshard.save_operation import SaveJob, SaveOperation, choose_writer
+from reshard.staging import AsyncStager, DefaultStager, Staged, StagingOptions, staging_pool
+from reshard.storage import StorageWriter
+
+__all__ = ["BackgroundSave", "worker_of_this_process"]
+
+
+class BackgroundSave:
+    """One background save, as one rank sees it.
+
+    The channel was opened by the thread that called: all ranks call in the same order,
+    whatever order their saves then run in.
+    """
+
+    def __init__(
+        self,
+        *,
+        checkpoint_id: str | os.PathLike[str] | None,
+        storage_writer: StorageWriter | None,
+        planner: SavePlanner | None,
+        in_process: bool,
+        use_collectives: bool,
+        channel: Channel,
+    ) -> None:
+        self.checkpoint_id = checkpoint_id
+        self.storage_writer = storage_writer
+        self.planner = planner
+        self.in_process = in_process
+        self.use_collectives = use_collectives
+        self.channel = channel
+        self.staging: Future[None] | None = None
+        self._staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
+
+    def start(
+        self,
+        ask_state: Callable[[], STATE_DICT_TYPE],
+        stager: AsyncStager | None,
+        when_busy: WhenBusy,
+    ) -> SaveFuture:
+        """Copy the state away, and queue the rest."""
+        log = backlog()
+        try:
+            place = self._place()
+            log.raise_unseen()
+            log.admit(when_busy)
+            stager = stager or self._own_stager()
+            self._staged = stager.stage(ask_state())
+            self._keep_memory()
+            work = self._work()
+        except BaseException as error:
+            self._decline(error)
+            raise
+        future = log.submit(place, work)
+        if isinstance(self._staged, Future):
+            self.staging = _outcome_only(self._staged)
+        elif stager.should_synchronize_after_execute:
+            stager.synchronize_staging()
+        return future
+
+    def _place(self) -> str | None:
+        """Where the save goes; raises if that is nowhere.
+
+        The writer is not touched: it may be busy with an earlier save.
+        """
+        if self.storage_writer is None:
+            return place_of(choose_writer(None, self.checkpoint_id))
+        return place_of(self) if self.checkpoint_id is not None else place_of(self.storage_writer)
+
+    def _own_stager(self) -> AsyncStager:
+        if isinstance(self.storage_writer, AsyncStager):
+            return self.storage_writer
+        return DefaultStager(StagingOptions(use_async_staging=False))
+
+    def _keep_memory(self) -> None:
+        """Whoever staged may stage again; this copy must stay until it is saved."""
+
+        def keep(staged: Any) -> None:
+            if isinstance(staged, Staged):
+                staged.keep()
+
+        def keep_result(done: Future[STATE_DICT_TYPE]) -> None:
+            if done.exception() is None:
+                keep(done.result())
+
+        if isinstance(self._staged, Future):
+            self._staged.add_done_callback(keep_result)
+        else:
+            keep(self._staged)
+
+    def _decline(self, error: BaseException) -> None:
+        """Tell the other ranks that this one takes no part in the save, and why."""
+        if isinstance(self.channel, SoloChannel):
+            return
+        if self.in_process:
+            # If workers cannot meet at all, the other ranks find that out by themselves.
+            with contextlib.suppress(CheckpointException):
+                call_meeting(self.channel).excuse(_reason(error))
+            return
+
+        def fail() -> SaveJob:
+            raise error
+
+        future = backlog().submit(None, lambda: self._save(fail))
+        # The caller is told by the exception itself.
+        future.seen = True
+
+    def _work(self) -> Callable[[], Metadata]:
+        """What is left to do when the state is copied away."""
+        meeting = call_meeting(self.channel) if self.in_process else None
+
+        def work() -> Metadata:
+            try:
+                return self._save(self._prepare) if meeting is None else self._send(meeting)
+            finally:
+                self._release()
+
+        return work
+
+    def _save(self, prepare: Callable[[], SaveJob]) -> Metadata:
+        with self.channel:
+            return SaveOperation(prepare, self.channel, self.use_collectives).run()
+
+    def _prepare(self) -> SaveJob:
+        writer = choose_writer(self.storage_writer, self.checkpoint_id)
+        return SaveJob(self._state_dict(), writer, self.planner or DefaultSavePlanner())
+
+    def _state_dict(self) -> STATE_DICT_TYPE:
+        return self._staged.result() if isinstance(self._staged, Future) else self._staged
+
+    def _release(self) -> None:
+        if isinstance(self._staged, Future) and self._staged.exception() is not None:
+            return
+        staged = self._state_dict()
+        if isinstance(staged, Staged):
+            staged.release()
+
+    def _send(self, meeting: Meeting) -> Metadata:
+        """Have the worker save."""
+        copied: Staged | None = None
+        try:
+            staged = self._state_dict()
+            if not isinstance(staged, Staged):
+                # A stager of the user's has put it where the worker cannot see it.
+                staged = copied = staging_pool().stage(staged)
+            parcel = _Parcel(dict(staged), self.checkpoint_id, self.storage_writer, self.planner)
+            segment = staged.segment
+            request = Request(
+                meeting,
+                pack(parcel, segment.memory),
+                self.use_collectives,
+                segment.number,
+                staging_pool().segment_numbers(),
+            )
+            return worker_of_this_process().start().save(request, segment)
+        except FailedThere as error:
+            # The other ranks know.
+            raise error.reason from None
+        except BaseException as error:
+            meeting.excuse(_reason(error))
+            raise
+        finally:
+            if copied is not None:
+                copied.release()
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _outcome_only(staging: Future[STATE_DICT_TYPE]) -> Future[None]:
+    """A future that is done when `staging` is, without what was staged."""
+    outcome: Future[None] = Future()
+
+    def tell(done: Future[STATE_DICT_TYPE]) -> None:
+        error = done.exception()
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    staging.add_done_callback(tell)
+    return outcome
+
+
+# The worker
+
+
+@dataclass
+class _Parcel:
+    """What a worker needs to know to save."""
+
+    state_dict: STATE_DICT_TYPE
+    checkpoint_id: str | os.PathLike[str] | None
+    storage_writer: StorageWriter | None
+    planner: SavePlanner | None
+
+
+class WorkerKeeper:
+    """The worker of this process: started when it is needed, and again if it died."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+
+    def start(self) -> Worker:
+        """The worker, running or on its way."""
+        if self._worker is not None and not self._worker.is_alive:
+            self._worker.stop()
+            self._worker = None
+        if self._worker is None:
+            self._worker = Worker(_serve)
+            backlog().on_close(self.stop)
+        return self._worker
+
+    def stop(self) -> None:
+        """End the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+_keeper = WorkerKeeper()
+
+
+def worker_of_this_process() -> WorkerKeeper:
+    """The worker that saves for this process, if asked to."""
+    return _keeper
+
+
+_plan_caches: dict[str, PlanCache] = {}
+"""What planners remember, in a worker: they themselves come anew with each save."""
+
+
+def _serve(request: Request, memory: torch.Tensor) -> Metadata:
+    """Carry out the save of a trainer, in its worker."""
+
+    def prepare() -> SaveJob:
+        parcel: _Parcel = unpack(request.payload, memory, main_module.load)
+        writer = choose_writer(parcel.storage_writer, parcel.checkpoint_id)
+        planner = parcel.planner or DefaultSavePlanner()
+        if isinstance(planner, DefaultSavePlanner):
+            planner.remember_in(_plan_caches)
+        return SaveJob(parcel.state_dict, writer, planner)
+
+    with request.meeting.open() as channel:
+        return SaveOperation(prepare, channel, request.use_collectives).run()

@@ -1,0 +1,66 @@
+"""Large blocks of memory that two processes can share.
+
+A segment is a file without a name: nothing is left behind, however its processes end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from typing import Any
+
+import torch
+
+__all__ = ["Segment", "map_segment"]
+
+_numbers = itertools.count()
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+
+
+class Segment:
+    """Memory that exists at once: every page is there before the first byte is written.
+
+    Pinned where an accelerator is there (that path is exercised with stand-ins only: no
+    accelerator was at hand).
+    """
+
+    def __init__(self, nbytes: int, pinned: bool = False) -> None:
+        self.nbytes = max(nbytes, 1)
+        self.number = next(_numbers)
+        self.descriptor = os.memfd_create("reshard-staging", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, self.nbytes)
+            self.memory = map_segment(self.descriptor, self.nbytes, _POPULATE)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise MemoryError(
+                f"cannot get {self.nbytes / 2**30:.2f} GiB of memory to stage a save: {error}"
+            ) from error
+        self._pinned = pinned and _register(self.memory)
+
+    def close(self) -> None:
+        """Give the memory back. Tensors that still look at it keep it alive."""
+        if self.descriptor < 0:
+            return
+        if self._pinned:
+            _cuda().cudaHostUnregister(self.memory.data_ptr())
+        os.close(self.descriptor)
+        self.descriptor = -1
+        del self.memory
+
+
+def map_segment(descriptor: int, nbytes: int, flags: int = 0) -> torch.Tensor:
+    """The memory of a segment as bytes. The descriptor may be closed afterwards."""
+    mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | flags)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _register(memory: torch.Tensor) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    return bool(_cuda().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0) == 0)
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

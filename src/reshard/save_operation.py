@@ -1,0 +1,248 @@
+"""A save, as one rank sees it: plan, write, finish, together with the other ranks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from reshard.api import CheckpointException, StalePlanError
+from reshard.checkpoint_files import read_manifest
+from reshard.contents import StorageTable, to_metadata
+from reshard.coordination.channel import Channel
+from reshard.coordination.plan_wire import (
+    decode_answer,
+    decode_results,
+    decode_save_plans,
+    encode_answer,
+    encode_results,
+    encode_save_plan,
+)
+from reshard.default_planner import DefaultSavePlanner
+from reshard.engine.collector import paused_collection
+from reshard.filesystem import FileSystemWriter
+from reshard.format.manifest import decode_manifest, encode_manifest
+from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.per_rank import name_rank_values
+from reshard.planner import SavePlan, SavePlanner
+from reshard.storage import StorageWriter, takes_any_keyword
+
+__all__ = ["SaveJob", "SaveOperation", "choose_writer"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_BROADCAST_CHUNKS = 100_000
+_GO, _AGAIN = b"g", b"a"
+
+
+def choose_writer(
+    storage_writer: StorageWriter | None, checkpoint_id: str | os.PathLike[str] | None
+) -> StorageWriter:
+    if storage_writer is not None:
+        if checkpoint_id is not None:
+            storage_writer.reset(checkpoint_id)
+        return storage_writer
+    if not checkpoint_id:
+        raise RuntimeError("say where to save: pass checkpoint_id or storage_writer")
+    if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
+        raise RuntimeError(
+            f"no storage is known for {checkpoint_id!r}: pass a directory, or a storage_writer"
+        )
+    writer = FileSystemWriter(checkpoint_id)
+    writer.reset(checkpoint_id)
+    return writer
+
+
+@dataclass
+class SaveJob:
+    """What to save, with what."""
+
+    state_dict: STATE_DICT_TYPE
+    writer: StorageWriter
+    planner: SavePlanner
+
+
+class SaveOperation:
+    """One save, as one rank sees it.
+
+    `prepare` is called where its failure reaches the other ranks.
+    """
+
+    def __init__(
+        self, prepare: Callable[[], SaveJob], channel: Channel, use_collectives: bool
+    ) -> None:
+        self.prepare = prepare
+        self.channel = channel
+        self.use_collectives = use_collectives
+        self._job: SaveJob | None = None
+        self.writer: StorageWriter
+        self.planner: SavePlanner
+        self.sent: SavePlan
+        self.answer: SavePlan
+        self.answers: list[SavePlan] = []
+        self.metadata: Metadata | None = None
+
+    def run(self) -> Metadata:
+        if not self.use_collectives:
+            self.channel.gather_scatter("save", self.save_alone, self.retire_older)
+            return self._committed()
+        reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
+        if reply[:1] == _AGAIN:
+            # Some rank relied on a cached plan that the coordinator no longer has.
+            reply = self.channel.gather_scatter("plan", self.plan_anew, self.plan_globally)
+        self.answer = decode_answer(reply[1:], self.sent)
+        try:
+            outcome = self.channel.gather_scatter("write", self.write, self.finish)
+        except CheckpointException:
+            self._discard()
+            raise
+        return self._learn(outcome)
+
+    def _discard(self) -> None:
+        """Free the space that the failed save took; a retry may need it."""
+        if isinstance(self.writer, FileSystemWriter):
+            try:
+                self.writer.discard()
+            except (OSError, CheckpointException) as error:
+                logger.warning("could not remove the files of a failed save: %s", error)
+
+    def plan_locally(self) -> bytes:
+        self._set_up()
+        with paused_collection():
+            plan = self.planner.create_local_plan()
+        self.sent = self.writer.prepare_local_plan(plan)
+        return encode_save_plan(self.sent)
+
+    def _set_up(self) -> None:
+        if self._job is None:
+            self._job = self.prepare()
+        job = self._job
+        channel, planner, writer = self.channel, job.planner, job.writer
+        self.planner, self.writer = planner, writer
+        state_dict = name_rank_values(job.state_dict, channel.rank, channel.world_size)
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            with paused_collection():
+                planner.set_up_planner(
+                    state_dict=state_dict,
+                    storage_meta=writer.storage_meta(),
+                    is_coordinator=channel.is_coordinator,
+                )
+        else:
+            warnings.warn(
+                f"{type(planner).__name__}.set_up_planner does not take storage_meta; add the "
+                "parameter",
+                stacklevel=2,
+            )
+            planner.set_up_planner(state_dict, channel.is_coordinator)  # type: ignore[arg-type]
+        set_up = writer.set_up_storage_writer
+        if takes_any_keyword(set_up):
+            set_up(
+                channel.is_coordinator,
+                rank=channel.rank,
+                use_collectives=self.use_collectives,
+                world_size=channel.world_size,
+            )
+        else:
+            set_up(channel.is_coordinator)
+
+    def plan_anew(self) -> bytes:
+        if isinstance(self.planner, DefaultSavePlanner):
+            self.planner.forget_cached_plans()
+        return self.plan_locally()
+
+    def plan_globally(self, messages: Sequence[bytes]) -> list[bytes]:
+        try:
+            with paused_collection():
+                plans = decode_save_plans(messages)
+                answers, self.metadata = self.planner.create_global_plan(plans)
+        except StalePlanError:
+            if isinstance(self.planner, DefaultSavePlanner) and any(not p.usable for p in plans):
+                return [_AGAIN] * len(plans)
+            raise
+        self.answers = self.writer.prepare_global_plan(answers)
+        return [
+            _GO + encode_answer(answer, plan)
+            for answer, plan in zip(self.answers, plans, strict=True)
+        ]
+
+    def write(self) -> bytes:
+        final = self.planner.finish_plan(self.answer)
+        writes = self.writer.write_data(final, self.planner)
+        writes.wait()
+        return encode_results(writes.value(), as_answered=self._as_answered(final))
+
+    def _as_answered(self, final: SavePlan) -> bool:
+        """Whether the coordinator knows the items of `final` without being told."""
+        if self.answer.usable:
+            return final.items is self.answer.items
+        mine = type(self.planner)
+        return (
+            isinstance(self.planner, DefaultSavePlanner)
+            and mine.finish_plan is DefaultSavePlanner.finish_plan
+            and mine.create_global_plan is DefaultSavePlanner.create_global_plan
+        )
+
+    def finish(self, messages: Sequence[bytes]) -> list[bytes]:
+        if self.metadata is None:
+            raise RuntimeError("there is no global plan to finish")
+        plans = self.answers
+        if isinstance(self.planner, DefaultSavePlanner):
+            whole = self.planner.global_plan
+            plans = [a if a.usable else whole[rank] for rank, a in enumerate(plans)]
+        results = [
+            decode_results(message, plan.items)
+            for message, plan in zip(messages, plans, strict=True)
+        ]
+        self.writer.finish(metadata=self.metadata, results=results)
+        return [self._tell()] * len(messages)
+
+    def _tell(self) -> bytes:
+        """The metadata, for the other ranks."""
+        metadata = self.metadata
+        if metadata is None or not isinstance(metadata.storage_data, StorageTable):
+            return b"p" + pickle.dumps(metadata)
+        manifest = metadata.storage_data.manifest
+        if len(manifest.chunk_files) > _MOST_BROADCAST_CHUNKS:
+            return b"r"
+        return b"m" + encode_manifest(manifest)
+
+    def _learn(self, outcome: bytes) -> Metadata:
+        if self.metadata is not None:
+            return self.metadata
+        kind, data = outcome[:1], outcome[1:]
+        if kind == b"p":
+            metadata: Metadata = pickle.loads(data)
+            return metadata
+        if kind == b"m":
+            manifest = decode_manifest(data, "the manifest that the coordinator sent")
+        else:
+            manifest = read_manifest(self.writer.open_store())  # type: ignore[attr-defined]
+        with paused_collection():
+            metadata = to_metadata(manifest, "the manifest", allow_pickle=True)
+        metadata.storage_meta = self.writer.storage_meta()
+        return metadata
+
+    def save_alone(self) -> bytes:
+        """Plan, write and commit what this rank holds, without the others."""
+        self._set_up()
+        plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
+        plans, self.metadata = self.planner.create_global_plan([plan])
+        final = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[0])
+        writes = self.writer.write_data(final, self.planner)
+        writes.wait()
+        self.writer.finish(metadata=self.metadata, results=[writes.value()])
+        return b""
+
+    def retire_older(self, messages: Sequence[bytes]) -> list[bytes]:
+        if isinstance(self.writer, FileSystemWriter):
+            self.writer.retire_older()
+        return [b""] * len(messages)
+
+    def _committed(self) -> Metadata:
+        if self.metadata is None:
+            raise RuntimeError("the save ended without metadata")
+        return self.metadata

@@ -1,0 +1,280 @@
+"""Copying the state away so that training can go on.
+
+There is one staging pool in a process. It keeps as many buffers as saves were ever in
+flight at once, each one block of memory that is used again and again; a buffer grows when
+a larger state dict comes, and stays where it is otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from reshard.engine.segments import Segment
+from reshard.metadata import STATE_DICT_TYPE
+from reshard.tensors.snapshot import Layout, Survey, survey
+
+__all__ = [
+    "AsyncStager",
+    "BlockingAsyncStager",
+    "Buffer",
+    "DefaultStager",
+    "Staged",
+    "StagingOptions",
+    "StagingPool",
+    "staging_pool",
+]
+
+
+@runtime_checkable
+class AsyncStager(Protocol):
+    """What `async_save` asks to copy the state away. Made to be subclassed.
+
+    `stage` returns a state dict that training cannot change any more, or a future of one:
+    then the caller must not change the state before that is done. If
+    `should_synchronize_after_execute`, `synchronize_staging` is called before
+    `async_save` returns.
+    """
+
+    _synchronize_after_execute: bool = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether `async_save` waits for the staging by itself."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        """A copy of `state_dict`, or the promise of one."""
+        raise NotImplementedError(f"{type(self).__name__} has no stage method")
+
+    def synchronize_staging(self) -> None:
+        """Block until the state may be changed."""
+
+    def close(self) -> None:
+        """Give back what the stager holds."""
+
+
+@dataclass
+class StagingOptions:
+    """How a `DefaultStager` copies.
+
+    `use_pinned_memory` and `use_non_blocking_copy` matter only where there is CUDA, and
+    are accepted without. Staging memory can always be shared with the process that saves,
+    so `use_shared_memory` is accepted and changes nothing. With `use_async_staging`,
+    `stage` returns a future and copies in a thread.
+    """
+
+    use_pinned_memory: bool = True
+    use_shared_memory: bool = True
+    use_async_staging: bool = True
+    use_non_blocking_copy: bool = True
+
+
+class Buffer:
+    """One block of staging memory and what lies in it."""
+
+    def __init__(self) -> None:
+        self.segment: Segment | None = None
+        self.layout: Layout | None = None
+
+    def prepare(self, plan: Survey, pinned: bool) -> Layout:
+        """Make room for a state dict, unless there is room already."""
+        if self.layout is not None and self.layout.form == plan.form:
+            return self.layout
+        layout = Layout(plan)
+        if self.segment is None or self.segment.nbytes < layout.nbytes:
+            # First the old one goes: both at once might be more than there is.
+            self.free()
+            self.segment = Segment(layout.nbytes, pinned)
+        layout.place(self.segment.memory, plan)
+        self.layout = layout
+        return layout
+
+    def free(self) -> None:
+        self.layout = None
+        if self.segment is not None:
+            self.segment.close()
+            self.segment = None
+
+
+class Staged(dict[str, Any]):
+    """A staged state dict. Its tensors are valid until `release` is called.
+
+    Whoever needs it for longer than the stager that made it calls `keep`, and then has
+    to release it.
+    """
+
+    pool: StagingPool
+    buffer: Buffer
+    kept = False
+
+    @property
+    def segment(self) -> Segment:
+        """The memory that all tensors lie in."""
+        if self.buffer.segment is None:
+            raise RuntimeError("the memory of this staged state dict was given back")
+        return self.buffer.segment
+
+    def keep(self) -> None:
+        self.kept = True
+
+    def release(self) -> None:
+        """Let the memory be used again. Harmless if that was said before."""
+        self.pool.release(self.buffer)
+
+
+class StagingPool:
+    """The staging memory of a process. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[Buffer] = []
+        self._busy: list[Buffer] = []
+
+    def stage(
+        self, state_dict: Mapping[str, Any], pinned: bool = False, non_blocking: bool = False
+    ) -> Staged:
+        """Copy `state_dict` away."""
+        plan = survey(state_dict)
+        buffer = self._take(plan)
+        try:
+            with torch.no_grad():
+                layout = buffer.prepare(plan, pinned)
+                layout.copy(plan, non_blocking and torch.accelerator.is_available())
+                if non_blocking and torch.accelerator.is_available():
+                    torch.accelerator.current_stream().synchronize()
+            staged = Staged(layout.rebuild(state_dict))
+        except BaseException:
+            self.release(buffer)
+            raise
+        staged.pool, staged.buffer = self, buffer
+        return staged
+
+    def prewarm(self, state_dict: Mapping[str, Any], pinned: bool = False) -> None:
+        """Get the memory for such a state dict now, so that the first save finds it."""
+        plan = survey(state_dict)
+        buffer = self._take(plan)
+        try:
+            buffer.prepare(plan, pinned)
+        finally:
+            self.release(buffer)
+
+    def release(self, buffer: Buffer) -> None:
+        """Let a buffer be used again. Harmless if that was said before."""
+        with self._lock:
+            if buffer in self._busy:
+                self._busy.remove(buffer)
+                self._idle.append(buffer)
+
+    def close(self) -> None:
+        """Give back the memory that no save uses."""
+        with self._lock:
+            for buffer in self._idle:
+                buffer.free()
+            self._idle.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the pool holds."""
+        return sum(segment.nbytes for segment in self._segments())
+
+    def segment_numbers(self) -> frozenset[int]:
+        """Which segments are in use, or may be again."""
+        return frozenset(segment.number for segment in self._segments())
+
+    def _segments(self) -> list[Segment]:
+        with self._lock:
+            buffers = [*self._idle, *self._busy]
+        return [buffer.segment for buffer in buffers if buffer.segment is not None]
+
+    def _take(self, plan: Survey) -> Buffer:
+        with self._lock:
+            fitting = [b for b in self._idle if b.layout is not None and b.layout.form == plan.form]
+            buffer = fitting[0] if fitting else self._idle[0] if self._idle else Buffer()
+            if buffer in self._idle:
+                self._idle.remove(buffer)
+            self._busy.append(buffer)
+            return buffer
+
+
+_pool = StagingPool()
+
+
+def staging_pool() -> StagingPool:
+    """The pool of this process."""
+    return _pool
+
+
+class DefaultStager(AsyncStager):
+    """Copies into the staging pool of the process.
+
+    What `stage` returned last stays valid until the next call, or until the save that
+    uses it is done.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, config: StagingOptions = StagingOptions()) -> None:  # noqa: B008
+        self._config = config
+        self._thread: ThreadPoolExecutor | None = None
+        self._staging: Future[STATE_DICT_TYPE] | None = None
+        self._last: Staged | None = None
+
+    def stage(
+        self, state_dict: STATE_DICT_TYPE, **kwargs: Any
+    ) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        if not self._config.use_async_staging:
+            return self._stage(state_dict)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-staging")
+        self._staging = self._thread.submit(self._stage, state_dict)
+        return self._staging
+
+    def _stage(self, state_dict: STATE_DICT_TYPE) -> Staged:
+        self._forget()
+        cuda = torch.cuda.is_available()
+        staged = staging_pool().stage(
+            state_dict,
+            pinned=self._config.use_pinned_memory and cuda,
+            non_blocking=self._config.use_non_blocking_copy and cuda,
+        )
+        self._last = staged
+        return staged
+
+    def _forget(self) -> None:
+        if self._last is not None and not self._last.kept:
+            self._last.release()
+        self._last = None
+
+    def synchronize_staging(self) -> None:
+        """Block until the last `stage` is done."""
+        if self._staging is not None:
+            self._staging.result()
+
+    def close(self) -> None:
+        """End the staging thread. The memory stays with the pool, for the next stager."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
+        self._forget()
+
+
+class BlockingAsyncStager(DefaultStager):
+    """Copies before `stage` returns.
+
+    `cache_staged_state_dict` is accepted: memory is always kept for the next save.
+    """
+
+    def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
+        super().__init__(StagingOptions(use_async_staging=False))
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self.type_check = type_check
+        self.state_dict_cache: STATE_DICT_TYPE | None = None
+        if type_check:
+            warnings.warn("type_check has no effect: every value is copied", stacklevel=2)

@@ -1,0 +1,319 @@
+"""Copies of state dicts that training can no longer change.
+
+All tensors of a state dict go into one block of memory. Tensors that share memory, wholly
+or in part, share it in the copy too. Everything else is copied as Python copies it.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import Shard  # type: ignore[attr-defined]
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from reshard.api import UnsupportedLayoutError
+from reshard.tensors.shards import is_dense
+
+__all__ = ["Layout", "Survey", "survey"]
+
+_ALIGNMENT = 64
+_SIMPLE = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The plain tensors of a state dict, in order, and which of them share memory.
+
+    `form` is equal for two state dicts that need the same memory in the same layout.
+    """
+
+    tensors: list[torch.Tensor]
+    groups: list[tuple[int, ...]]
+    form: tuple[Any, ...]
+
+
+def survey(state_dict: Mapping[str, Any]) -> Survey:
+    """Find the tensors of a nested state dict. Nothing is copied."""
+    tensors = list(_plain_tensors(state_dict, ()))
+    groups = _overlapping(tensors)
+    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    shared = [
+        tuple((i, *_geometry(tensors[group[0]], tensors[i])) for i in group) for group in groups
+    ]
+    return Survey(tensors, groups, (tuple(shapes), tuple(shared)))
+
+
+def _geometry(first: torch.Tensor, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in the memory that it shares with `first`."""
+    apart = tensor.data_ptr() - first.data_ptr()
+    begin = first.data_ptr() % _ALIGNMENT
+    return begin, apart, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+
+
+class Layout:
+    """Where each tensor of a surveyed state dict lies in a block of memory."""
+
+    def __init__(self, plan: Survey) -> None:
+        self.form = plan.form
+        self.nbytes = 0
+        self._groups = plan.groups
+        self._in_group = {i for group in plan.groups for i in group}
+        self._begins = [0] * len(plan.tensors)
+        self._copies: list[torch.Tensor] = []
+        for i, tensor in enumerate(plan.tensors):
+            if i not in self._in_group:
+                self._begins[i] = self._reserve(tensor.nbytes)
+        for group in plan.groups:
+            first = plan.tensors[group[0]]
+            # The same distance from an aligned address, for the sake of wider elements.
+            lead = first.data_ptr() % _ALIGNMENT
+            begin = self._reserve(lead + _span(plan.tensors, group)) + lead
+            for i in group:
+                self._begins[i] = begin + plan.tensors[i].data_ptr() - first.data_ptr()
+
+    def _reserve(self, nbytes: int) -> int:
+        begin = self.nbytes
+        self.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return begin
+
+    def place(self, memory: torch.Tensor, plan: Survey) -> None:
+        """Make the tensors that look at `memory`, once for all copies into it."""
+        self._memory = memory
+        self._copies = []
+        for i, (begin, tensor) in enumerate(zip(self._begins, plan.tensors, strict=True)):
+            if i in self._in_group:
+                nbytes = _extent(tensor)
+                flat = memory[begin : begin + nbytes].view(tensor.dtype)
+                view = flat.as_strided(tensor.shape, tensor.stride())
+                view = view.conj() if tensor.is_conj() else view
+                view = torch._neg_view(view) if tensor.is_neg() else view
+            else:
+                view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self._copies.append(view)
+
+    def copy(self, plan: Survey, non_blocking: bool = False) -> None:
+        """Copy the tensors of a state dict of the same form into place."""
+        sources, targets = [], []
+        for i, tensor in enumerate(plan.tensors):
+            if i not in self._in_group:
+                sources.append(tensor.detach())
+                targets.append(self._copies[i])
+        for group in self._groups:
+            begin, nbytes = self._begins[group[0]], _span(plan.tensors, group)
+            sources.append(_memory_from(plan.tensors[group[0]], nbytes))
+            targets.append(self._memory[begin : begin + nbytes])
+        if sources:
+            # One call for all: it loops outside the GIL.
+            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+    def rebuild(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the same form, with the copies in place of the tensors."""
+        rebuilt: dict[str, Any] = _rebuild(state_dict, (), iter(self._copies))
+        return rebuilt
+
+
+# Going through a state dict: once to find its tensors, once to put others in their place.
+
+
+class _Parts(NamedTuple):
+    """What a tensor consists of, and how to put such parts together again."""
+
+    tensors: list[torch.Tensor]
+    join: Callable[[list[Any]], Any]
+
+
+def _plain_tensors(value: Any, path: Path) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        parts = _take_apart(value, path)
+        if parts is None:
+            yield value
+        else:
+            for part in parts.tensors:
+                yield from _plain_tensors(part, path)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _plain_tensors(inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _plain_tensors(inner, (*path, i))
+    elif hasattr(value, "__replace_value__"):
+        yield from _plain_tensors(value.value, path)
+
+
+def _rebuild(value: Any, path: Path, copies: Iterator[torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind in _SIMPLE:
+        return value
+    if isinstance(value, torch.Tensor):
+        parts = _take_apart(value, path)
+        if parts is None:
+            return _dressed(next(copies), value, path)
+        return parts.join([_rebuild(part, path, copies) for part in parts.tensors])
+    if isinstance(value, Mapping):
+        inner = {key: _rebuild(each, (*path, key), copies) for key, each in value.items()}
+        return inner if kind is dict else _refilled(value, inner)
+    if isinstance(value, list | tuple):
+        elements = [_rebuild(each, (*path, i), copies) for i, each in enumerate(value)]
+        if kind is list:
+            return elements
+        return kind(*elements) if hasattr(value, "_fields") else kind(elements)
+    if hasattr(value, "__replace_value__"):
+        return value.__replace_value__(_rebuild(value.value, path, copies))
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise UnsupportedLayoutError(
+            f"{_spell(path)} is a {kind.__name__} that cannot be copied ({error}), so it could "
+            "change while it is saved. Save it with save(), or save what it consists of"
+        ) from error
+
+
+def _dressed(copied: torch.Tensor, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """The copy of a plain tensor, as the same kind of tensor."""
+    # Detached, so that what is asked of one save's tensor does not stay for the next.
+    twin = copied.detach()
+    if tensor.requires_grad:
+        twin.requires_grad_()
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return twin
+    twin = twin.as_subclass(kind)
+    twin.__dict__.update(_rebuild(dict(vars(tensor)), path, iter(())))
+    return twin
+
+
+def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
+    """A mapping of the type of `original`, if such can be made, with other values."""
+    try:
+        twin: Any = copy.copy(original)
+        for key, value in inner.items():
+            twin[key] = value
+    except Exception:  # noqa: BLE001 - whatever the type objects to, a dict has the same content
+        return inner
+    return twin
+
+
+def _take_apart(tensor: torch.Tensor, path: Path) -> _Parts | None:
+    """The parts of a tensor that is more than its own memory; None if it is just that."""
+    kind = type(tensor)
+    if (kind is torch.Tensor or kind is torch.nn.Parameter) and is_dense(tensor):
+        return None if not tensor.is_meta else _Parts([], lambda _: tensor.detach())
+    if isinstance(tensor, DTensor) and kind is DTensor:
+        # Built by hand: from_local would ask the mesh about every tensor.
+        return _Parts(
+            [tensor._local_tensor],
+            lambda local: DTensor(local[0], tensor._spec, requires_grad=tensor.requires_grad),  # type: ignore[no-untyped-call]
+        )
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return _Parts([tensor.trigger_wait()], lambda waited: waited[0])  # type: ignore[no-untyped-call]
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise UnsupportedLayoutError(
+            f"{_spell(path)} has no shape yet: run the lazy module once before saving"
+        )
+    if isinstance(tensor, ShardedTensor):
+        return _Parts(
+            [shard.tensor for shard in tensor.local_shards()],
+            lambda locals_: _sharded_like(tensor, locals_),
+        )
+    if hasattr(kind, "__tensor_flatten__"):
+        return _take_subclass_apart(tensor)
+    if tensor.is_meta or not is_dense(tensor):
+        return _Parts([], lambda _: tensor.detach().clone())
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedLayoutError(
+            f"{_spell(path)} is a {kind.__name__}, a tensor subclass that does not say what it "
+            "consists of: give it __tensor_flatten__ and __tensor_unflatten__, or save it with "
+            "save()"
+        )
+    return None
+
+
+def _sharded_like(tensor: ShardedTensor, local_tensors: Sequence[torch.Tensor]) -> ShardedTensor:
+    shards = [
+        Shard(local, copy.deepcopy(shard.metadata))
+        for local, shard in zip(local_tensors, tensor.local_shards(), strict=True)
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, tensor.metadata(), process_group=tensor._process_group
+    )
+
+
+def _take_subclass_apart(tensor: Any) -> _Parts:
+    names, context = tensor.__tensor_flatten__()
+    values = {name: getattr(tensor, name) for name in names}
+    inner = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
+    size, stride = tensor.shape, tensor.stride()
+
+    def join(parts: list[Any]) -> Any:
+        replaced = values | dict(zip(inner, parts, strict=True))
+        return type(tensor).__tensor_unflatten__(replaced, context, size, stride)
+
+    return _Parts([values[name] for name in inner], join)
+
+
+def _spell(path: Path) -> str:
+    return repr(".".join(map(str, path)))
+
+
+# Memory that several tensors share
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many bytes lie between the first and the last element, that included."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Groups of tensors of which each shares memory with another of its group.
+
+    The one that begins first comes first.
+    """
+    count = len(tensors)
+    begins = np.fromiter((t.data_ptr() for t in tensors), dtype=np.int64, count=count)
+    extents = np.fromiter(map(_extent, tensors), dtype=np.int64, count=count)
+    order = np.argsort(begins, kind="stable")
+    # An empty tensor lies nowhere.
+    order = order[extents[order] > 0]
+    reach = np.maximum.accumulate(begins[order] + extents[order])
+    meets = begins[order][1:] < reach[:-1]
+    if not meets.any():
+        return []
+    borders = [0, *(np.flatnonzero(~meets) + 1).tolist(), len(order)]
+    found = []
+    for first, last in itertools.pairwise(borders):
+        group = order[first:last].tolist()
+        # Equal addresses on different devices are different memory.
+        for device in dict.fromkeys(tensors[i].device for i in group):
+            same = [i for i in group if tensors[i].device == device]
+            if len(same) > 1:
+                found.append(tuple(same))
+    return found
+
+
+def _span(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> int:
+    begin = tensors[group[0]].data_ptr()
+    return max(tensors[i].data_ptr() + _extent(tensors[i]) for i in group) - begin
+
+
+def _memory_from(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The bytes that begin where `tensor` does."""
+    if tensor.device.type == "cpu":
+        block = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+        return torch.frombuffer(block, dtype=torch.uint8)
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    begin = tensor.storage_offset() * tensor.itemsize
+    return view.set_(tensor.untyped_storage(), begin, (nbytes,), (1,))
