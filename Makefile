@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests test-all bench bench-planning bench-save-load clean
+.PHONY: help setup demo test lint types layers tests test-all bench bench-planning bench-save-load bench-async clean
 
 help:  ## Explain every target
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -40,13 +40,16 @@ tests: setup  ## pytest on both cores
 test-all: setup  ## pytest with the slow tests as well
 	@$(BIN)/python -m pytest --numprocesses 2 -m ""
 
-bench: bench-planning bench-save-load  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
+bench: bench-planning bench-save-load bench-async  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
 
 bench-planning: setup  ## Planning at 1024 ranks beside DCP: a table, and JSON under docs/benchmarks/
 	@$(BIN)/python -W ignore benchmarks/planning.py
 
 bench-save-load: setup  ## Saves and loads on two ranks, beside DCP, safetensors and the raw system calls
 	@$(BIN)/python -W ignore benchmarks/save_load.py
+
+bench-async: setup  ## What asynchronous saves cost the training, beside a plain copy and DCP
+	@$(BIN)/python -W ignore benchmarks/async_save.py
 
 clean:  ## Remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

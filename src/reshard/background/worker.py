@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -36,6 +37,8 @@ __all__ = ["FailedThere", "Request", "Worker"]
 _LAST_WORDS_BYTES = 4000
 _STOP_SECONDS = 10.0
 _NICENESS = 5
+_ORPHAN_SECONDS = 300.0
+"""How long a worker may go on with the save that its trainer left it."""
 
 
 @dataclass(frozen=True)
@@ -169,12 +172,25 @@ def main(descriptor: int) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
+    threading.Thread(target=_watch_trainer, name="reshard-watch", daemon=True).start()
     pipe = Connection(descriptor)
     # The trainer is gone when there is nothing more to read.
     with contextlib.suppress(EOFError, OSError):
         main_module.learn(pipe.recv())
         serve: Serve = pipe.recv()
         _serve_all(pipe, serve)
+
+
+def _watch_trainer() -> None:
+    """End at last if the trainer died in the middle of a save and the others do not come.
+
+    Not at once: with luck, the save can still be finished without the trainer.
+    """
+    trainer = os.getppid()
+    while os.getppid() == trainer:
+        time.sleep(1.0)
+    time.sleep(_ORPHAN_SECONDS)
+    os._exit(1)
 
 
 def _serve_all(pipe: Connection, serve: Serve) -> None:

@@ -1,0 +1,283 @@
+"""What an asynchronous save costs the training, beside a plain copy of the same bytes and DCP.
+
+`make bench-async` prints a table and writes docs/benchmarks/async_save.json and .png. All
+take turns in the same processes, and the best of several rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.table import Table
+from save_load import DOCS, JOBS, Shard, leaves, make_state, run_ranks, timed
+
+import reshard
+from reshard.background.saves import worker_of_this_process
+from reshard.state_dict_saver import AsyncCheckpointerType
+
+KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
+BARS = {
+    "stall, thread": 1.3,
+    "stall, process": 1.3,
+    "first stall after prewarm, thread": 1.5,
+    "first stall after prewarm, process": 1.5,
+    "step while saving, thread": 1.5,
+    "step while saving, process": 1.25,
+    "memory after 20 saves, thread": 1.02,
+    "memory after 20 saves, process": 1.02,
+    "time to commit, thread": 1.3,
+    "time to commit, process": 1.3,
+}
+
+
+class Turns:
+    """The best time of each of several things that take turns."""
+
+    def __init__(self) -> None:
+        self.best: dict[str, float] = {}
+
+    def note(self, name: str, seconds: float) -> None:
+        self.best[name] = min(self.best.get(name, seconds), seconds)
+
+
+def stalls(mesh: Any, box: Path, size: int) -> dict[str, Any]:
+    """From the second save on; and how long until the checkpoint is there."""
+    state = make_state(mesh, [Shard(0)], size)
+    twin = [torch.empty_like(tensor).fill_(1) for tensor in leaves(state)]
+    nbytes = sum(tensor.nbytes for tensor in twin) * mesh.size()
+    stall, commit = Turns(), Turns()
+    for turn in range(7):
+        stall.note("copy", timed(lambda: copy_all(twin, leaves(state))))
+        commit.note("save", timed(lambda: reshard.save(state, checkpoint_id=fresh(box / "sync"))))
+        for name, kind in KINDS.items():
+            path = fresh(box / name)
+            dist.barrier()
+            begin = time.perf_counter()
+            future = reshard.async_save(state, checkpoint_id=path, async_checkpointer_type=kind)
+            dist.barrier()
+            stalled = time.perf_counter() - begin
+            future.result()
+            dist.barrier()
+            if turn:
+                stall.note(name, stalled)
+                commit.note(name, time.perf_counter() - begin)
+    return {"bytes": nbytes, "stall": stall.best, "commit": commit.best}
+
+
+def first_stall(kind: str) -> Callable[[Any, Path, int], dict[str, Any]]:
+    def job(mesh: Any, box: Path, size: int) -> dict[str, Any]:
+        state = make_state(mesh, [Shard(0)], size)
+        reshard.prewarm(state, async_checkpointer_type=KINDS[kind])
+        twin = [torch.empty_like(tensor).fill_(1) for tensor in leaves(state)]
+        copies = [timed(lambda: copy_all(twin, leaves(state))) for _ in range(3)]
+        futures: list[Any] = []
+        path = fresh(box / "first")
+        took = timed(
+            lambda: futures.append(
+                reshard.async_save(state, checkpoint_id=path, async_checkpointer_type=KINDS[kind])
+            )
+        )
+        futures[0].result()
+        return {f"first stall, {kind}": {"copy": min(copies), kind: took}}
+
+    return job
+
+
+def dcp_stall(mesh: Any, box: Path, size: int) -> dict[str, Any]:
+    state = make_state(mesh, [Shard(0)], size)
+    took = []
+    for _ in range(4):
+        path = fresh(box / "DCP")
+        dist.barrier()
+        begin = time.perf_counter()
+        future = dcp.async_save(state, checkpoint_id=path)
+        took.append(time.perf_counter() - begin)
+        future.result()  # type: ignore[union-attr]
+    return {"DCP stall": {"first": took[0], "later": min(took[1:])}}
+
+
+def memory(mesh: Any, box: Path, size: int) -> dict[str, Any]:
+    """Resident memory of the trainer and its worker, after 2 saves and after 20."""
+    state = make_state(mesh, [Shard(0)], size)
+    found = {}
+    for name, kind in KINDS.items():
+        sizes = []
+        for number in range(1, 21):
+            # None is waited for but the 2nd and the last: two are in flight most of the time.
+            future = reshard.async_save(
+                state, checkpoint_id=box / name, async_checkpointer_type=kind
+            )
+            if number in (2, 20):
+                future.result()
+                sizes.append(resident())
+        found[name] = {"after 2": sizes[0], "after 20": sizes[1]}
+        reshard.close()
+    return {"memory": found}
+
+
+def resident() -> int:
+    worker = worker_of_this_process()._worker
+    pids = [os.getpid(), *([worker.pid] if worker is not None else [])]
+    total = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def steps(mesh: Any, box: Path, size: int) -> dict[str, Any]:
+    """A matmul loop on one thread: alone, and while a save runs in the background."""
+    torch.set_num_threads(1)
+    state = make_state(mesh, [Shard(0)], size)
+    a, b = torch.rand(512, 512), torch.rand(512, 512)
+    turns = Turns()
+    for _ in range(5):
+        turns.note("alone", step_seconds(a, b, stop_after(1.0)))
+        for name, kind in KINDS.items():
+            future = reshard.async_save(
+                state, checkpoint_id=fresh(box / name), async_checkpointer_type=kind
+            )
+            turns.note(name, step_seconds(a, b, future.done))
+            future.result()
+    return {"step": turns.best}
+
+
+def step_seconds(a: torch.Tensor, b: torch.Tensor, done: Callable[[], bool]) -> float:
+    count, begin = 0, time.perf_counter()
+    while not done() or not count:
+        torch.mm(a, b)
+        count += 1
+    return (time.perf_counter() - begin) / count
+
+
+def stop_after(seconds: float) -> Callable[[], bool]:
+    over = threading.Event()
+    timer = threading.Timer(seconds, over.set)
+    timer.start()
+    return over.is_set
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def fresh(path: Path) -> Path:
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        os.sync()
+    dist.barrier()
+    return path
+
+
+def first_ratio(times: dict[str, float]) -> float:
+    return next(seconds for name, seconds in times.items() if name != "copy") / times["copy"]
+
+
+def ratios(results: dict[str, Any]) -> dict[str, float]:
+    found = {}
+    for kind in KINDS:
+        if "stall" in results:
+            found[f"stall, {kind}"] = results["stall"][kind] / results["stall"]["copy"]
+            found[f"time to commit, {kind}"] = results["commit"][kind] / results["commit"]["save"]
+        first = results.get(f"first stall, {kind}")
+        if first:
+            found[f"first stall after prewarm, {kind}"] = first[kind] / first["copy"]
+        if "step" in results:
+            found[f"step while saving, {kind}"] = results["step"][kind] / results["step"]["alone"]
+        if "memory" in results:
+            sizes = results["memory"][kind]
+            found[f"memory after 20 saves, {kind}"] = sizes["after 20"] / sizes["after 2"]
+    return {name: found[name] for name in BARS if name in found}
+
+
+def show(console: Console, results: dict[str, Any]) -> None:
+    table = Table(title=f"async_save, two ranks, {results.get('bytes', 0) / 1e9:.1f} GB")
+    for column in ("what", "ratio", "at most"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for name, ratio in ratios(results).items():
+        table.add_row(name, f"{ratio:.2f}", f"{BARS[name]:.2f}")
+    console.print(table)
+    if "DCP stall" in results and "stall" in results:
+        copy = results["stall"]["copy"]
+        theirs = results["DCP stall"]
+        console.print(
+            f"a plain copy takes {copy:.2f} s; DCP (thread) stalls for "
+            f"{theirs['first'] / copy:.1f} copies at first, {theirs['later'] / copy:.1f} later"
+        )
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = ratios(results)
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.4 * len(found)), layout="constrained")
+    for position, (name, ratio) in enumerate(found.items()):
+        axes.barh(position, ratio, 0.6, color="#1f77b4")
+        axes.text(ratio, position, f" {ratio:.2f}", va="center", size=8)
+        axes.plot([BARS[name]] * 2, [position - 0.4, position + 0.4], color="#d62728")
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.set_xlabel("times a plain copy, the step alone, memory after 2 saves, a synchronous save")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+OWN_JOBS: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
+    "stalls": stalls,
+    "first, thread": first_stall("thread"),
+    "first, process": first_stall("process"),
+    "memory": memory,
+    "steps": steps,
+    "DCP": dcp_stall,
+}
+JOBS.update({f"async {name}": job for name, job in OWN_JOBS.items()})
+
+
+def main(size: int, jobs: list[str]) -> None:
+    console = Console()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("RESHARD_BENCH_DIR")) as place:
+        for job in jobs:
+            console.print(f"measuring: {job} ...")
+            ranks = 1 if job == "steps" else 2
+            amount = size // 3 if job in ("steps", "memory") else size
+            # The first stall of a process can be taken once only; the best of three counts.
+            for _ in range(3 if job.startswith("first") else 1):
+                found = run_ranks(f"async {job}", ranks, Path(place), amount)
+                results |= {
+                    what: found[what]
+                    for what in found
+                    if what not in results or first_ratio(found[what]) < first_ratio(results[what])
+                }
+    show(console, results)
+    if jobs == list(OWN_JOBS):
+        about = {"python": platform.python_version(), "torch": torch.__version__}
+        everything = about | results | {"ratios": ratios(results)}
+        (DOCS / "async_save.json").write_text(json.dumps(everything, indent=2) + "\n")
+        plot(results, DOCS / "async_save.png")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=3000)
+    parser.add_argument("--jobs", nargs="*", default=list(OWN_JOBS))
+    options = parser.parse_args()
+    main(options.megabytes, options.jobs)
