@@ -8,6 +8,7 @@ reasons why there are none.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import pickle
@@ -42,6 +43,7 @@ DEFAULT_TIMEOUT_SECONDS = 30 * 60.0
 _LOOK_AROUND_SECONDS = 1.0
 _SHORTEST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.002
+_LAST_ANSWER_SECONDS = 5.0
 _PART_BYTES = 4 << 20
 _VALUE, _FAILURE = b"\0", b"\1"
 
@@ -169,9 +171,14 @@ class StoreChannel:
     ) -> bytes:
         if self.is_coordinator:
             answers = self._decide(phase, prefix, message, decide)
-            for rank, answer in enumerate(answers):
-                if rank != self.rank:
-                    self._put(f"{prefix}/answer/{rank}", answer)
+            keys = {
+                rank: f"{prefix}/answer/{rank}"
+                for rank in range(self.world_size)
+                if rank != self.rank
+            }
+            for rank, key in keys.items():
+                self._put(key, answers[rank])
+            _last_answers.remember(self.store, self.origin, [*keys.values()])
             return answers[self.rank]
         self._put(f"{prefix}/message/{self.rank}", message)
         if self._interrupt is not None:
@@ -269,6 +276,37 @@ class StoreChannel:
 
     def _read(self, key: str) -> str:
         return bytes(self.store.get(key)).decode() if self.store.check([key]) else ""
+
+
+class _LastAnswers:
+    """The answers that were given last, for the end of the process.
+
+    The store may live in this very process: if it ended at once, ranks that have not
+    fetched their answer yet would take a save for failed that was committed.
+    """
+
+    def __init__(self) -> None:
+        self._answers: tuple[Any, Any, list[str]] | None = None
+
+    def remember(self, store: Any, origin: Any, keys: list[str]) -> None:
+        if self._answers is None:
+            atexit.register(self.wait)
+        self._answers = store, origin, keys
+
+    def wait(self) -> None:
+        """Give the others a moment to fetch their answers."""
+        if self._answers is None:
+            return
+        store, _, keys = self._answers
+        give_up = time.monotonic() + _LAST_ANSWER_SECONDS
+        # Without the store there is nothing left to fetch.
+        with contextlib.suppress(RuntimeError):
+            while keys and time.monotonic() < give_up:
+                keys = [key for key in keys if store.check([key])]
+                time.sleep(_LONGEST_PAUSE_SECONDS)
+
+
+_last_answers = _LastAnswers()
 
 
 def _attempt(work: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
