@@ -61,6 +61,7 @@ from reshard.planner import (
     SavePlan,
     SavePlanner,
 )
+from reshard.progress import watched
 from reshard.staging import BlockingAsyncStager
 from reshard.storage import StorageInfo, StorageReader, StorageWriter, WriteResult
 from reshard.stores.local import LocalStore
@@ -212,18 +213,21 @@ class FileSystemWriter(StorageWriter):
         )
         # At least two: while one waits for the disk, the other copies and hashes.
         threads = self.thread_count or max(2, default_threads())
-        for number, group in enumerate(groups if contents else []):
-            key = f"{prefix}_{int(first) + number}.safetensors"
-            self._unclaimed.append(key)
-            written = write_file(
-                store, key, [contents[i] for i in group], threads, durable=self.sync_files
-            )
-            placement.files.append(
-                WrittenFile(key, written.file_bytes, written.header_bytes, written.header_checksum)
-            )
-            placement.file_ids[group] = number
-            placement.begins[group] = written.begins
-            placement.checksums[group] = written.checksums
+        total_bytes = int(placement.nbytes.sum())
+        with watched(f"saving {store.location}", total_bytes, self.is_coordinator) as progress:
+            for number, group in enumerate(groups if contents else []):
+                key = f"{prefix}_{int(first) + number}.safetensors"
+                self._unclaimed.append(key)
+                some = [contents[i] for i in group]
+                written = write_file(store, key, some, threads, self.sync_files, progress.advance)
+                placement.files.append(
+                    WrittenFile(
+                        key, written.file_bytes, written.header_bytes, written.header_checksum
+                    )
+                )
+                placement.file_ids[group] = number
+                placement.begins[group] = written.begins
+                placement.checksums[group] = written.checksums
         return WriteResults(items, placement)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -321,6 +325,7 @@ class FileSystemReader(StorageReader):
         self.allow_pickle = allow_pickle
         self.thread_count = thread_count
         self.storage_data: Any = None
+        self.is_coordinator = False
         self.load_id = str(uuid.uuid4())
         self.bytes_read = 0
 
@@ -359,6 +364,7 @@ class FileSystemReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         self.storage_data = metadata.storage_data
+        self.is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         if not self.allow_pickle and isinstance(self.storage_data, StorageTable):
@@ -396,7 +402,11 @@ class FileSystemReader(StorageReader):
             requests, values = requests_of(plan.items, planner, files, self.storage_data)
             threads = self.thread_count or default_threads()
             where = files.store.location
-            self.bytes_read += read_regions(files.readers, requests, self.verify, threads, where)
+            wanted_bytes = sum(request.nbytes for request in requests)
+            with watched(f"loading {where}", wanted_bytes, self.is_coordinator) as progress:
+                self.bytes_read += read_regions(
+                    files.readers, requests, self.verify, threads, where, progress.advance
+                )
             for item, row in values:
                 data = files.read_value(item.storage_index.fqn, row)
                 planner.load_bytes(item, self._as_expected(planner, item.storage_index.fqn, data))

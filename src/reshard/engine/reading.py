@@ -75,9 +75,13 @@ def read_regions(
     verify: Verify,
     threads: int,
     where: str,
+    advance: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
-    """Carry out `requests`; the number of bytes that were wanted."""
-    job = _Job(readers, verify, where)
+    """Carry out `requests`; the number of bytes that were wanted.
+
+    `advance` is told of them as they come, from several threads.
+    """
+    job = _Job(readers, verify, where, advance)
     direct, other = [], []
     for request in requests:
         # Empty regions ask for nothing, but whoever asked wants to hear of the end.
@@ -163,7 +167,14 @@ def _batches(requests: list[Request]) -> list[list[Request]]:
 
 
 class _Job:
-    def __init__(self, readers: Mapping[str, Reader], verify: Verify, where: str) -> None:
+    def __init__(
+        self,
+        readers: Mapping[str, Reader],
+        verify: Verify,
+        where: str,
+        advance: Callable[[int], None],
+    ) -> None:
+        self._advance = advance
         self._readers = readers
         self._verify = verify
         self._where = where
@@ -177,6 +188,7 @@ class _Job:
         for request in batch:
             if request.done is not None:
                 request.done()
+        self._advance(sum(request.nbytes for request in batch))
 
     def _read_neighbours(self, batch: Sequence[Request]) -> None:
         begin = end = _position(batch[0])

@@ -56,9 +56,17 @@ class Written:
 
 
 def write_file(
-    store: Store, key: str, contents: Sequence[Content], threads: int, durable: bool
+    store: Store,
+    key: str,
+    contents: Sequence[Content],
+    threads: int,
+    durable: bool,
+    advance: Callable[[int], None] = lambda nbytes: None,
 ) -> Written:
-    """Write `contents` as one safetensors file."""
+    """Write `contents` as one safetensors file.
+
+    `advance` is told how many bytes were written, again and again, from several threads.
+    """
     order = sorted(range(len(contents)), key=lambda i: -_alignment(contents[i].dtype))
     with paused_collection():
         header, begins = _lay_out(contents, order)
@@ -68,7 +76,7 @@ def write_file(
     writer = store.open_writer(key, file_bytes)
     try:
         writer.write(0, [memoryview(header)])
-        job = _Job(writer, contents, begins, checksums, durable)
+        job = _Job(writer, contents, begins, checksums, durable, advance)
         run_all(job.write, _batches(contents, order), threads)
         if durable:
             writer.sync()
@@ -134,7 +142,9 @@ class _Job:
         begins: Ints,
         checksums: Digests,
         durable: bool,
+        advance: Callable[[int], None],
     ) -> None:
+        self._advance = advance
         self._writer = writer
         self._contents = contents
         self._begins = begins
@@ -159,6 +169,7 @@ class _Job:
             self._checksums[i] = checksum(data)
             views.append(data)
         self._writer.write(int(self._begins[batch[0]]), [view for view in views if len(view)])
+        self._advance(sum(map(len, views)))
 
     def _write_one(self, i: int) -> None:
         data = self._contents[i].resolve()
@@ -176,6 +187,7 @@ class _Job:
             if self._durable:
                 self._writer.start_sync(position, len(part))
             position += len(part)
+            self._advance(len(part))
         self._checksums[i] = hasher.intdigest()
 
     def _staging(self) -> Staging:
