@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
 import io
 import logging
 import uuid
@@ -278,6 +279,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.allow_partial_load = allow_partial_load
         self.allow_pickle = False
+        self.exclude: tuple[str, ...] = ()
         self.original_state_dict = {}
         self.mappings = {}
         self._reader = DTensorReader()
@@ -304,9 +306,14 @@ class DefaultLoadPlanner(LoadPlanner):
             )
         if self.flatten_state_dict:
             self._match_older_names(self.metadata)
-        return create_default_local_load_plan(
-            self.state_dict, self.metadata, not self.allow_partial_load
-        )
+        wanted = self.state_dict
+        if self.exclude:
+            wanted = {name: value for name, value in wanted.items() if not self.excludes(name)}
+        return create_default_local_load_plan(wanted, self.metadata, not self.allow_partial_load)
+
+    def excludes(self, name: str) -> bool:
+        """Whether a key is to stay as it is."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
     def _match_older_names(self, metadata: Metadata) -> None:
         """Flatten by the rules of older checkpoints if that is what makes names match."""

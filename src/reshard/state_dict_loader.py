@@ -48,12 +48,14 @@ class LoadReport:
     """What a load did on this rank.
 
     `missing` are keys of the state dict that the checkpoint does not have and that were
-    left as they were; `unexpected` are keys of the checkpoint that nobody asked for.
+    left as they were; `unexpected` are keys of the checkpoint that nobody asked for;
+    `excluded` are those that the caller did not want.
     """
 
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -68,6 +70,7 @@ def load(
     no_dist: bool = False,
     strict: bool | Literal["exact"] = True,
     rename: Rename | None = None,
+    exclude: Sequence[str] = (),
     verify: Literal["off", "chunks", "full"] | None = None,
     allow_pickle: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -82,6 +85,7 @@ def load(
     Tensors are filled where they are, other values are replaced, `Stateful` values are
     given their state. `strict=False` leaves keys that the checkpoint does not have as
     they are; `strict="exact"` also refuses keys of the checkpoint that nobody asked for.
+    Keys that match a pattern of `exclude` (`*` and `?` as in a shell) stay as they are.
     `rename` maps names of the checkpoint, or their dotted prefixes, to names of the state
     dict. `verify` says which chunks are checked against their checksums: those read whole
     (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). A rank
@@ -93,7 +97,13 @@ def load(
             reader.verify = Verify(verify)
         reader.allow_pickle = reader.allow_pickle or allow_pickle
     chosen = planner if planner is not None else DefaultLoadPlanner()
+    if exclude and not isinstance(chosen, DefaultLoadPlanner):
+        raise ValueError(
+            f"exclude needs a planner that derives from DefaultLoadPlanner, not "
+            f"{type(chosen).__name__}: leave the keys out of the state dict"
+        )
     if isinstance(chosen, DefaultLoadPlanner):
+        chosen.exclude = tuple([exclude] if isinstance(exclude, str) else exclude)
         chosen.allow_pickle = chosen.allow_pickle or allow_pickle
         chosen.allow_partial_load = chosen.allow_partial_load or not strict
     options = _Options(strict == "exact", rename, timeout_seconds)
@@ -306,6 +316,7 @@ class _Load:
         self.state_dict = self._ask_stateful()
         metadata = reader.read_metadata()
         seen = _renamed(metadata, self.options.rename)
+        self._ask_for_templates(seen)
         template, self.rank_values = choose_rank_values(
             self.state_dict, channel.rank, channel.world_size, seen.state_dict_metadata
         )
@@ -331,9 +342,17 @@ class _Load:
             return self.original
         # In the same order on all ranks, since state_dict() may communicate.
         return {
-            key: value.state_dict() if is_stateful(value) else value
+            key: value.state_dict() if is_stateful(value) and not _gives_template(value) else value
             for key, value in sorted(self.original.items())
         }
+
+    def _ask_for_templates(self, metadata: Metadata) -> None:
+        """Ask those that decide by the checkpoint what they want of it."""
+        rank, world_size = self.channel.rank, self.channel.world_size
+        for key, value in self.state_dict.items():
+            if _gives_template(value):
+                template = value.template_for(metadata, key, rank, world_size)
+                self.state_dict[key] = template
 
     def _give_back(self) -> None:
         """Hand loaded states to their owners, and put other values in their place."""
@@ -349,8 +368,10 @@ class _Load:
         self.stored = list(metadata.state_dict_metadata)
         stored = metadata.state_dict_metadata
         wanted = getattr(self.planner, "state_dict", self.template)
-        self.report.loaded = [name for name in wanted if name in stored]
-        self.report.missing = [name for name in wanted if name not in stored]
+        excluded = getattr(self.planner, "excludes", lambda name: False)
+        self.report.loaded = [n for n in wanted if n in stored and not excluded(n)]
+        self.report.missing = [n for n in wanted if n not in stored and not excluded(n)]
+        self.report.excluded = [n for n in wanted if excluded(n)]
         # What other ranks stored of a value that differs by rank is not for this one.
         marked = tuple(".".join(map(str, path)) + ".rank-" for path in self.rank_values)
         unexpected = (name not in wanted and not name.startswith(marked) for name in self.stored)
@@ -401,6 +422,10 @@ class _Load:
                 self.state_dict[key] = _unmarked(
                     self.state_dict[key], self.template[key], (key,), self.rank_values
                 )
+
+
+def _gives_template(value: Any) -> bool:
+    return is_stateful(value) and hasattr(type(value), "template_for")
 
 
 def _unmarked(

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard.api import UnsupportedLayoutError
 
-__all__ = ["materialise"]
+__all__ = ["default_device", "materialise"]
 
 
 def materialise(value: Any) -> Any:
@@ -43,7 +43,7 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
             "a ShardedTensor on the meta device cannot be given memory; materialise it before "
             "the load"
         )
-    device = _default_device()
+    device = default_device()
     if isinstance(tensor, DTensor):
         return DTensor.from_local(
             torch.empty_like(tensor._local_tensor, device=device),
@@ -57,7 +57,7 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device=device)
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
     """Where this rank computes: the device of the default group, or the CPU without one."""
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")

@@ -1,0 +1,138 @@
+"""Optimizer state, loaded in the layout of the model that it belongs to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.api import CheckpointException, CoverageError, MissingKeyError
+from reshard.default_planner import DefaultLoadPlanner
+from reshard.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from reshard.planner import LoadPlan, LoadPlanner, ReadItem
+from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
+from reshard.state_dict_loader import _load_state_dict
+from reshard.storage import StorageReader
+from reshard.tensors.flatten import StatePath, unflatten_state_dict
+from reshard.tensors.likeness import chunk_sharded, empty_like_parameter, nested_offset
+from reshard.tensors.shards import local_shards
+
+__all__ = ["load_sharded_optimizer_state_dict"]
+
+_FLAT_PREFIX = "state."
+
+
+def load_sharded_optimizer_state_dict(
+    model_state_dict: STATE_DICT_TYPE,
+    optimizer_key: str,
+    storage_reader: StorageReader,
+    planner: LoadPlanner | None = None,
+) -> STATE_DICT_TYPE:
+    """The optimizer state of a checkpoint, sharded as the parameters in `model_state_dict` are.
+
+    The checkpoint alone says which state there is; no optimizer is needed, and none is
+    stepped. Called by all ranks of the default group, or without one. Returns a dict
+    with `optimizer_key` as its only key. State of a parameter that `model_state_dict`
+    does not have is cut along its first dimension over all ranks.
+    """
+    metadata = storage_reader.read_metadata()
+    paths = metadata.planner_data
+    if not isinstance(paths, Mapping):
+        raise CheckpointException(
+            "the checkpoint does not say how its keys nest, as it was saved without flattening; "
+            "load its optimizer state with load()"
+        )
+    wanted: STATE_DICT_TYPE = {}
+    offsets: dict[str, tuple[int, ...]] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        path = paths.get(name, (name,))
+        if path[0] != optimizer_key:
+            continue
+        if isinstance(entry, BytesStorageMetadata):
+            wanted[name] = None
+            continue
+        parameter = model_state_dict.get(_parameter_name(path, model_state_dict))
+        wanted[name] = _memory_for(entry, parameter)
+        offset = nested_offset(parameter)
+        if offset is not None and wanted[name].size() != entry.size:
+            offsets[name] = offset
+    if not wanted:
+        raise MissingKeyError(
+            describe_missing([optimizer_key], {str(path[0]) for path in paths.values()})
+        )
+    chosen = planner if planner is not None else _OffsetPlanner(offsets)
+    _load_state_dict(wanted, storage_reader, planner=chosen)
+    return unflatten_state_dict(wanted, paths)
+
+
+def _parameter_name(path: StatePath, model_state_dict: Mapping[str, Any]) -> str:
+    """The parameter that a state belongs to: `optim / state / name / exp_avg`, or flattened."""
+    if len(path) > 2 and str(path[2]) in model_state_dict:
+        return str(path[2])
+    flat = str(path[1]) if len(path) > 1 else ""
+    if flat.startswith(_FLAT_PREFIX):
+        return flat.removeprefix(_FLAT_PREFIX).rpartition(".")[0]
+    return ""
+
+
+def _memory_for(entry: TensorStorageMetadata, parameter: Any) -> torch.Tensor:
+    dtype = entry.properties.dtype
+    if parameter is not None:
+        made = empty_like_parameter(parameter, entry.size, dtype)
+        if made is not None:
+            return made
+    if math.prod(entry.size) <= 1 or not (dist.is_available() and dist.is_initialized()):
+        return torch.empty(entry.size, dtype=dtype)
+    return chunk_sharded(entry.size, dtype)
+
+
+class _OffsetPlanner(DefaultLoadPlanner):
+    """Loads tensors that are parts of stored ones: those that tensor parallelism left here.
+
+    `offsets` says where each of them begins in what is stored under its name.
+    """
+
+    def __init__(self, offsets: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self._offsets = offsets
+
+    def create_local_plan(self) -> LoadPlan:
+        everything = self.state_dict
+        self.state_dict = {k: v for k, v in everything.items() if k not in self._offsets}
+        try:
+            items = super().create_local_plan().items
+        finally:
+            self.state_dict = everything
+        if not self._offsets:
+            return LoadPlan(items)
+        return LoadPlan([*items, *(item for name in self._offsets for item in self._items(name))])
+
+    def _items(self, name: str) -> list[ReadItem]:
+        entry = self.metadata.state_dict_metadata[name] if self.metadata is not None else None
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointException(f"{name!r} is not stored as a tensor")
+        found = []
+        shift = self._offsets[name]
+        for shard in local_shards(name, self.state_dict[name]):
+            begin = torch.Size(a + b for a, b in zip(shard.offsets, shift, strict=True))
+            chunk = ChunkStorageMetadata(begin, torch.Size(shard.sizes))
+            items = create_read_items_for_chunk_list(name, entry, [chunk])
+            if sum(item.lengths.numel() for item in items) != math.prod(shard.sizes):
+                raise CoverageError(
+                    f"the checkpoint does not hold {tuple(shard.sizes)} of {name!r} at "
+                    f"{tuple(begin)}, exactly once"
+                )
+            # Stored further on, but found here under the offset within the part.
+            index = MetadataIndex(name, shard.offsets)
+            found += [dataclasses.replace(item, dest_index=index) for item in items]
+        return found

@@ -1,0 +1,25 @@
+"""The state dicts of models and optimizers, by name: torch's own functions, unchanged.
+
+`get_model_state_dict` and its family know FSDP, DDP and tensor parallelism, and belong to
+torch; they are here so that the import that DCP users have goes on to work.
+"""
+
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]

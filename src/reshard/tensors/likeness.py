@@ -1,0 +1,128 @@
+"""Empty tensors that are laid out like others: for state that belongs to a parameter."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard  # type: ignore[attr-defined]
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from torch.distributed._shard.sharding_spec import ShardMetadata  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor, Replicate
+
+from reshard.tensors.materialise import default_device
+
+__all__ = ["chunk_sharded", "empty_like_parameter", "nested_offset"]
+
+
+def empty_like_parameter(
+    parameter: Any, size: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Memory for a state of `parameter`, laid out as that is; None if it does not say how.
+
+    A state of another size than the parameter's belongs to all of it: it is whole on
+    every rank of the parameter's mesh. One without dimensions is a plain number.
+    """
+    size = torch.Size(size)
+    if isinstance(parameter, DTensor):
+        return _like_dtensor(parameter, size, dtype)
+    if isinstance(parameter, ShardedTensor):
+        inner = _nested(parameter)
+        if math.prod(size) != 1 and size == parameter.size():
+            return _like_sharded(inner or parameter, dtype)
+        return torch.empty(size, dtype=dtype, device=_device_of(parameter))
+    if isinstance(parameter, torch.Tensor):
+        device = default_device() if parameter.is_meta else parameter.device
+        return torch.empty(size, dtype=dtype, device=device)
+    return None
+
+
+def _like_dtensor(parameter: DTensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    local = parameter._local_tensor
+    device = default_device() if local.is_meta else local.device
+    if not size:
+        return torch.empty(size, dtype=dtype, device=device)
+    same = size == parameter.size()
+    placements = parameter.placements if same else [Replicate()] * parameter.device_mesh.ndim
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(
+        torch.empty(local.shape if same else size, dtype=dtype, device=device),
+        device_mesh=parameter.device_mesh,
+        placements=placements,
+        run_check=False,
+        shape=size,
+        stride=stride,
+    )
+
+
+def _nested(tensor: ShardedTensor) -> ShardedTensor | None:
+    """The sharded tensor that is the one shard of `tensor` here, if it is one."""
+    shards = tensor.local_shards()
+    if not shards or not isinstance(shards[0].tensor, ShardedTensor):
+        return None
+    if len(shards) > 1:
+        raise ValueError("a sharded tensor of sharded tensors has one shard on each rank")
+    return shards[0].tensor
+
+
+def nested_offset(tensor: Any) -> tuple[int, ...] | None:
+    """Where the nested sharded tensor begins in the whole tensor; None if none is nested."""
+    if not isinstance(tensor, ShardedTensor) or _nested(tensor) is None:
+        return None
+    return tuple(tensor.local_shards()[0].metadata.shard_offsets)
+
+
+def _device_of(tensor: ShardedTensor) -> torch.device:
+    for shard in tensor.local_shards():
+        local = shard.tensor
+        return _device_of(local) if isinstance(local, ShardedTensor) else local.device
+    return default_device()
+
+
+def _like_sharded(parameter: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
+    metadata = copy.deepcopy(parameter.metadata())
+    metadata.tensor_properties.dtype = dtype
+    metadata.tensor_properties.requires_grad = False
+    device = _device_of(parameter)
+    shards = [
+        Shard(torch.empty(shard.tensor.shape, dtype=dtype, device=device), shard.metadata)
+        for shard in parameter.local_shards()
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=parameter._process_group
+    )
+
+
+def chunk_sharded(
+    size: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> ShardedTensor:
+    """An empty tensor cut along its first dimension over the ranks of a group."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    device = default_device()
+    rows = -(-size[0] // world_size)
+    pieces = []
+    for place in range(world_size):
+        begin = min(place * rows, size[0])
+        count = min(rows, size[0] - begin)
+        if count > 0 or place == 0:
+            offsets, sizes = [begin, *[0] * (len(size) - 1)], [count, *size[1:]]
+            pieces.append(ShardMetadata(offsets, sizes, f"rank:{place}/{device}"))
+    metadata = ShardedTensorMetadata(
+        pieces, torch.Size(size), TensorProperties(dtype=dtype, layout=torch.strided)
+    )
+    shards = [
+        Shard(torch.empty(piece.shard_sizes, dtype=dtype, device=device), piece)
+        for piece in pieces
+        if piece.placement is not None and piece.placement.rank() == rank
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=group
+    )

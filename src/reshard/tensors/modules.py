@@ -1,0 +1,123 @@
+"""The parameters of modules by the names that they have without wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import ShardedOptimStateDictConfig as OptimConfig
+from torch.distributed.fsdp import ShardedStateDictConfig as ModelConfig
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "clean_name",
+    "fsdp1_optimizer_state",
+    "is_fsdp1",
+    "load_fsdp1_optimizer_state",
+    "load_model_state",
+    "model_state",
+    "parameter_names",
+]
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def clean_name(model: nn.Module, name: str) -> str:
+    """The name of a parameter without what torch.compile, FSDP, DDP and the like add to it."""
+    kept = []
+    module: Any = model
+    for part in name.split("."):
+        wraps = part in _WRAPPERS or (part == "module" and _is_data_parallel(module))
+        if not wraps:
+            kept.append(part)
+        module = getattr(module, part, None)
+    return ".".join(kept)
+
+
+def _is_data_parallel(module: Any) -> bool:
+    return isinstance(module, DistributedDataParallel | nn.DataParallel)
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The first name of each parameter. Tied parameters have one."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, clean_name(model, name))
+    return names
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether some of the parameters are in the hands of FSDP's first version."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Parameters and buffers by clean name; a collective for FSDP's first version."""
+    return get_model_state_dict(model)
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Take over a state that was loaded into what `model_state` returned, or replaced it."""
+    if is_fsdp1(model):
+        set_model_state_dict(model, dict(state))
+        return
+    actual = {clean_name(model, name): name for name in model.state_dict()}
+    tensors = {**dict(_tensors(model))}
+    left: dict[str, Any] = {}
+    for name, value in state.items():
+        own = tensors.get(actual.get(name, name))
+        if isinstance(value, torch.Tensor) and own is not None and own.is_meta:
+            _replace(own, value)
+        elif not isinstance(value, torch.Tensor) or own is None or not _same_memory(own, value):
+            left[actual.get(name, name)] = value
+    # Also with nothing left: FSDP looks at its parameters anew afterwards.
+    model.load_state_dict(left, strict=False)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _replace(own: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Put memory behind a meta tensor. It stays the same object, for optimizers and ties."""
+    twin = loaded.detach()
+    if isinstance(own, nn.Parameter):
+        twin = nn.Parameter(twin, requires_grad=own.requires_grad)
+    torch.utils.swap_tensors(own, twin)  # type: ignore[no-untyped-call]
+
+
+def _same_memory(own: torch.Tensor, value: torch.Tensor) -> bool:
+    mine, theirs = getattr(own, "_local_tensor", own), getattr(value, "_local_tensor", value)
+    return bool(
+        mine.data_ptr() == theirs.data_ptr()
+        and mine.shape == theirs.shape
+        and mine.stride() == theirs.stride()
+        and mine.dtype is theirs.dtype
+    )
+
+
+def _sharded(model: nn.Module) -> Any:
+    return FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.SHARDED_STATE_DICT, ModelConfig(), OptimConfig()
+    )
+
+
+def fsdp1_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State and parameter groups by clean name. A collective."""
+    with _sharded(model):
+        found: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    return found
+
+
+def load_fsdp1_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """Take over what has the form of `fsdp1_optimizer_state`. A collective."""
+    with _sharded(model):
+        flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
+    optimizer.load_state_dict(flat)

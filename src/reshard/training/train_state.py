@@ -1,0 +1,194 @@
+"""A `Stateful` that knows how training runs are put together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from reshard.api import CheckpointException
+from reshard.metadata import Metadata
+from reshard.per_rank import OnResize, PerRank, per_rank
+from reshard.stateful import is_stateful
+from reshard.tensors.modules import load_model_state, model_state
+from reshard.training.optimizers import OptimizerReport, OptimizerStates
+from reshard.training.randomness import random_state, restore_random_state
+
+__all__ = ["TrainReport", "TrainState"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainReport:
+    """What the last load of a `TrainState` found, beyond the model.
+
+    `missing` are parts that the checkpoint does not have, `dropped` those that were left
+    as they are because the number of ranks changed.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    optimizer: OptimizerReport = field(default_factory=OptimizerReport)
+
+
+class TrainState:
+    """Model, optimizer and everything else that a run goes on from, in any layout.
+
+    Put it into the state dict of `save`, `async_save` and `load` as it is. Saving changes
+    nothing: no step is taken, gradients stay. Loading restores in place. State that an
+    optimizer does not have yet is made from the checkpoint; state that the checkpoint
+    does not have stays as it is; `report` says which.
+
+    `model` may be wrapped in DDP, FSDP (1 and 2), tensor parallelism or torch.compile, and
+    may be a list (stages of a pipeline that this rank holds) or a dict, whose keys become
+    prefixes of the names. `optimizer` may be None, for a load of the model alone, or a
+    list. The random state (`rng`) and the position of the `dataloader` are those of each
+    rank; with another number of ranks, `on_resize` says what happens to them, as in
+    `per_rank`. `extra` is a dict of more values, which may be `Stateful`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        rng: bool = True,
+        extra: dict[str, Any] | None = None,
+        *,
+        on_resize: OnResize = "drop",
+    ) -> None:
+        self._models = _by_prefix(model)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        self._optimizers = list(optimizers or [])
+        self._schedulers = list(scheduler) if isinstance(scheduler, list | tuple) else scheduler
+        self._dataloader = dataloader
+        self._rng = rng
+        self._extra = extra
+        self._on_resize = on_resize
+        self._states: OptimizerStates | None = None
+        self.report = TrainReport()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it. A collective where FSDP's first version is used."""
+        state: dict[str, Any] = {"model": self._model_state()}
+        if self._optimizers:
+            state["optimizer"] = OptimizerStates(self._models, self._optimizers).state_dict()
+        return state | self._other_state()
+
+    def _model_state(self) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for prefix, model in self._models:
+            for name, value in model_state(model).items():
+                if prefix + name in merged:
+                    raise CheckpointException(
+                        f"two of the models have {name!r}: pass a dict of models, whose keys then "
+                        "tell them apart"
+                    )
+                merged[prefix + name] = value
+        return merged
+
+    def _other_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if self._schedulers is not None:
+            state["scheduler"] = _closed([s.state_dict() for s in self._all_schedulers()])
+        if self._dataloader is not None:
+            state["dataloader"] = per_rank(_closed(self._dataloader.state_dict()), self._on_resize)
+        if self._rng:
+            state["rng"] = per_rank(random_state(), self._on_resize)
+        if self._extra is not None:
+            state["extra"] = {
+                key: value.state_dict() if is_stateful(value) else value
+                for key, value in self._extra.items()
+            }
+        return state
+
+    def _all_schedulers(self) -> list[Any]:
+        return self._schedulers if isinstance(self._schedulers, list) else [self._schedulers]
+
+    def template_for(
+        self, metadata: Metadata, key: str, rank: int, world_size: int
+    ) -> dict[str, Any]:
+        """What to load of a checkpoint in which this object was saved as `key`.
+
+        Called by `load` in place of `state_dict`.
+        """
+        self.report = TrainReport()
+        template: dict[str, Any] = {"model": self._model_state()}
+        stored = [
+            n[len(key) + 1 :] for n in metadata.state_dict_metadata if n.startswith(key + ".")
+        ]
+        present = {name.split(".")[0] for name in stored}
+        if self._optimizers:
+            self._states = OptimizerStates(self._models, self._optimizers)
+            template["optimizer"] = self._states.template(metadata, (key, "optimizer"))
+            self.report.optimizer = self._states.report
+        for part, value in self._other_state().items():
+            if part not in present:
+                self.report.missing.append(part)
+                continue
+            template[part] = value
+            own = f"{part}.rank-{rank}-of-{world_size}"
+            if (
+                isinstance(value, PerRank)
+                and value.on_resize == "drop"
+                and own not in {".".join(name.split(".")[:2]) for name in stored}
+            ):
+                self.report.dropped.append(part)
+        if self.report.missing or self.report.dropped:
+            logger.warning("loading %r: %s", key, self.report)
+        return template
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was loaded."""
+        for prefix, model in self._models:
+            own = {
+                name.removeprefix(prefix): value
+                for name, value in state_dict["model"].items()
+                if name.startswith(prefix)
+            }
+            load_model_state(model, own)
+        if self._optimizers and "optimizer" in state_dict:
+            states = self._states or OptimizerStates(self._models, self._optimizers)
+            states.load_state_dict(state_dict["optimizer"])
+            self._states = None
+        if "scheduler" in state_dict:
+            for scheduler, state in zip(
+                self._all_schedulers(), _opened(state_dict["scheduler"]), strict=True
+            ):
+                scheduler.load_state_dict(state)
+        if "dataloader" in state_dict and "dataloader" not in self.report.dropped:
+            self._dataloader.load_state_dict(_opened(state_dict["dataloader"]))
+        if "rng" in state_dict and "rng" not in self.report.dropped:
+            restore_random_state(state_dict["rng"])
+        for key, value in state_dict.get("extra", {}).items():
+            current = (self._extra or {}).get(key)
+            if is_stateful(current):
+                current.load_state_dict(value)  # type: ignore[union-attr]
+            elif self._extra is not None:
+                self._extra[key] = value
+
+
+def _by_prefix(
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+) -> list[tuple[str, nn.Module]]:
+    """Models, each with the prefix of its names."""
+    if isinstance(model, nn.Module):
+        return [("", model)]
+    if isinstance(model, Mapping):
+        return [(f"{key}.", each) for key, each in model.items()]
+    return [("", each) for each in model]
+
+
+def _closed(value: Any) -> tuple[Any]:
+    """`value` as one thing that is stored and replaced as a whole, whatever is in it."""
+    return (value,)
+
+
+def _opened(value: Sequence[Any]) -> Any:
+    return value[0]
