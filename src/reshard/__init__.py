@@ -9,6 +9,8 @@ from reshard.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
+from reshard.optimizer import load_sharded_optimizer_state_dict
+from reshard.patching import patch
 from reshard.per_rank import per_rank
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from reshard.state_dict_loader import (
@@ -43,7 +45,9 @@ __all__ = [
     "async_save",
     "close",
     "load",
+    "load_sharded_optimizer_state_dict",
     "load_state_dict",
+    "patch",
     "per_rank",
     "prewarm",
     "read_state_dict",

@@ -5,7 +5,13 @@ torch; they are here so that the import that DCP users have goes on to work.
 """
 
 from torch.distributed.checkpoint.state_dict import (
+    FQNS_T,
+    DictValueType,
+    ListDictValueType,
+    OptimizerStateType,
+    PrimitiveType,
     StateDictOptions,
+    ValueType,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -15,7 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 __all__ = [
+    "FQNS_T",
+    "DictValueType",
+    "ListDictValueType",
+    "OptimizerStateType",
+    "PrimitiveType",
     "StateDictOptions",
+    "ValueType",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
