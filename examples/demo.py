@@ -1,6 +1,7 @@
 """Train on 4 ranks, save, and load on 2 ranks in another layout: bit by bit the same.
 
-Real processes, real files, gloo on this machine. Ends with the speed beside DCP's.
+Real processes, real files, gloo on this machine. Then a training loop with asynchronous
+saves beside one without, and the speed beside DCP's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import reshard as dcp
+from reshard.state_dict_saver import AsyncCheckpointerType
+from reshard.training import TrainState
 
 WIDTH, LAYERS, STEPS = 64, 2, 5
 SPEED_TENSORS, SPEED_ROWS = 24, 4096
@@ -125,6 +129,68 @@ def measure(rank: int, box: Path) -> None:
         Console().print(table)
 
 
+def train_with_saves(rank: int, box: Path) -> None:
+    """What asynchronous saves cost a training loop: the stall, and the steps meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train = TrainState(model, optimizer)
+    step = partial(train_step, model, optimizer)
+    for _ in range(3):
+        step()
+    table = Table(title=f"a training loop on 2 ranks, {state_bytes(model) / 1e6:.0f} MB of state")
+    for column in ("saves", "stall", "step", "step while saving"):
+        table.add_column(column, justify="right")
+    alone = min(timed(step) for _ in range(10))
+    table.add_row("none", "", f"{alone * 1e3:.0f} ms", "")
+    stall = timed(lambda: dcp.save({"train": train}, checkpoint_id=box / "sync"))
+    table.add_row("save", f"{stall * 1e3:.0f} ms", f"{alone * 1e3:.0f} ms", "")
+    for kind in AsyncCheckpointerType:
+        dcp.prewarm({"train": train}, async_checkpointer_type=kind)
+        stalls, steps = [], []
+        for number in range(3):
+            futures: list[Any] = []
+            path = box / f"{kind.value}-{number}"
+            stalls.append(
+                timed(
+                    lambda path=path, kind=kind, futures=futures: futures.append(  # type: ignore[misc]
+                        dcp.async_save(
+                            {"train": train}, checkpoint_id=path, async_checkpointer_type=kind
+                        )
+                    )
+                )
+            )
+            while not all_done(futures[0]):
+                steps.append(timed(step))
+            futures[0].result()
+        table.add_row(
+            f"async_save, {kind.value}",
+            f"{min(stalls) * 1e3:.0f} ms",
+            f"{min(timed(step) for _ in range(5)) * 1e3:.0f} ms",
+            f"{sum(steps) / len(steps) * 1e3:.0f} ms" if steps else "",
+        )
+    dcp.close()
+    if rank == 0:
+        Console().print(table)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(64, 2048)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_bytes(model: nn.Module) -> int:
+    return 3 * sum(parameter.nbytes for parameter in model.parameters())
+
+
+def all_done(future: Any) -> bool:
+    """Whether the save is done on all ranks: a collective, in the middle of a save."""
+    done = torch.tensor(int(future.done()))
+    dist.all_reduce(done, dist.ReduceOp.MIN)
+    return bool(done)
+
+
 def timed(work: Callable[[], Any]) -> float:
     dist.barrier()
     begin = time.perf_counter()
@@ -175,6 +241,7 @@ def main() -> None:
         for path in sorted((box / "step-5").iterdir()):
             print(f"  {path.name:24} {path.stat().st_size:>9,} bytes")
         run(load_elsewhere, 2, box)
+        run(train_with_saves, 2, box)
         run(measure, 2, box)
 
 
