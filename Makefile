@@ -35,10 +35,10 @@ layers: setup  ## import-linter: imports go down the layers of docs/design
 	@$(BIN)/lint-imports --no-cache
 
 tests: setup  ## pytest on both cores
-	@$(BIN)/python -m pytest --numprocesses 2
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 test-all: setup  ## pytest with the slow tests as well
-	@$(BIN)/python -m pytest --numprocesses 2 -m ""
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m ""
 
 bench: bench-planning bench-save-load bench-async  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
 

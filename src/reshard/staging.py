@@ -7,6 +7,7 @@ a larger state dict comes, and stays where it is otherwise.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Mapping
@@ -113,6 +114,7 @@ class Staged(dict[str, Any]):
     pool: StagingPool
     buffer: Buffer
     kept = False
+    _released = False
 
     @property
     def segment(self) -> Segment:
@@ -126,13 +128,19 @@ class Staged(dict[str, Any]):
 
     def release(self) -> None:
         """Let the memory be used again. Harmless if that was said before."""
-        self.pool.release(self.buffer)
+        if not self._released:
+            self._released = True
+            self.pool.release(self.buffer)
 
 
 class StagingPool:
-    """The staging memory of a process. Safe to use from several threads."""
+    """The staging memory of a process. Safe to use from several threads.
+
+    A forked child begins without any: that of its parent is shared with the parent.
+    """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._idle: list[Buffer] = []
         self._busy: list[Buffer] = []
@@ -141,15 +149,17 @@ class StagingPool:
         self, state_dict: Mapping[str, Any], pinned: bool = False, non_blocking: bool = False
     ) -> Staged:
         """Copy `state_dict` away."""
+        non_blocking = non_blocking and torch.accelerator.is_available()
         plan = survey(state_dict)
         buffer = self._take(plan)
         try:
-            with torch.no_grad():
+            # What is made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
                 layout = buffer.prepare(plan, pinned)
-                layout.copy(plan, non_blocking and torch.accelerator.is_available())
-                if non_blocking and torch.accelerator.is_available():
+                layout.copy(plan, non_blocking)
+                if non_blocking:
                     torch.accelerator.current_stream().synchronize()
-            staged = Staged(layout.rebuild(state_dict))
+                staged = Staged(layout.rebuild(state_dict))
         except BaseException:
             self.release(buffer)
             raise
@@ -161,20 +171,21 @@ class StagingPool:
         plan = survey(state_dict)
         buffer = self._take(plan)
         try:
-            buffer.prepare(plan, pinned)
+            with torch.inference_mode(False):
+                buffer.prepare(plan, pinned)
         finally:
             self.release(buffer)
 
     def release(self, buffer: Buffer) -> None:
-        """Let a buffer be used again. Harmless if that was said before."""
-        with self._lock:
+        """Let a buffer be used again."""
+        with self._mine():
             if buffer in self._busy:
                 self._busy.remove(buffer)
                 self._idle.append(buffer)
 
     def close(self) -> None:
         """Give back the memory that no save uses."""
-        with self._lock:
+        with self._mine():
             for buffer in self._idle:
                 buffer.free()
             self._idle.clear()
@@ -189,12 +200,18 @@ class StagingPool:
         return frozenset(segment.number for segment in self._segments())
 
     def _segments(self) -> list[Segment]:
-        with self._lock:
-            buffers = [*self._idle, *self._busy]
-        return [buffer.segment for buffer in buffers if buffer.segment is not None]
+        with self._mine():
+            segments = [buffer.segment for buffer in (*self._idle, *self._busy)]
+        return [segment for segment in segments if segment is not None]
+
+    def _mine(self) -> threading.Lock:
+        """The lock of this process."""
+        if self._pid != os.getpid():
+            self.__init__()  # type: ignore[misc]
+        return self._lock
 
     def _take(self, plan: Survey) -> Buffer:
-        with self._lock:
+        with self._mine():
             fitting = [b for b in self._idle if b.layout is not None and b.layout.form == plan.form]
             buffer = fitting[0] if fitting else self._idle[0] if self._idle else Buffer()
             if buffer in self._idle:

@@ -40,10 +40,10 @@ class SaveFuture(Future[Metadata]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Metadata:
-        try:
-            return super().result(timeout)
-        finally:
-            self.seen = self.seen or self.done()
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
@@ -52,9 +52,14 @@ class SaveFuture(Future[Metadata]):
 
 
 class Backlog:
-    """The saves in flight, oldest first. Safe to use from several threads."""
+    """The saves in flight, oldest first. Safe to use from several threads.
+
+    A forked child has none: the threads that would do the work stay with the parent.
+    """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._finishing: SaveFuture | None = None
         self._changed = threading.Condition()
         self._waiting: deque[tuple[SaveFuture, Callable[[], Metadata]]] = deque()
         self._in_flight: list[SaveFuture] = []
@@ -66,20 +71,32 @@ class Backlog:
     def submit(self, place: str | None, work: Callable[[], Metadata]) -> SaveFuture:
         """Queue a save. `place` is what it writes to, as `place_of` names it."""
         future = SaveFuture(place)
-        with self._changed:
+        with self._mine():
             self._watch_exit()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="reshard-save", daemon=True)
+                # It waits for the lock, so it finds the work that follows.
+                thread.start()
+                self._thread = thread
             self._in_flight.append(future)
             self._waiting.append((future, work))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="reshard-save", daemon=True)
-                self._thread.start()
         return future
+
+    def _mine(self) -> threading.Condition:
+        """The lock of this process."""
+        if self._pid != os.getpid():
+            self.__init__()  # type: ignore[misc]
+        return self._changed
+
+    @property
+    def _in_own_thread(self) -> bool:
+        """Whether this is a callback of a save: to wait here would be for ever."""
+        return threading.current_thread() is self._thread
 
     def admit(self, when_busy: WhenBusy) -> None:
         """Return once another save may be staged; with `"refuse"`, raise if that is not now."""
-        with self._changed:
-            if threading.current_thread() is self._thread:
-                # A callback of a save that has just ended: to wait here would be for ever.
+        with self._mine():
+            if self._in_own_thread:
                 return
             if when_busy == "refuse" and len(self._in_flight) >= MOST_IN_FLIGHT:
                 places = ", ".join(repr(future.place) for future in self._in_flight)
@@ -94,7 +111,7 @@ class Backlog:
 
         With `place`, only failures of saves to that place count.
         """
-        with self._changed:
+        with self._mine():
             for future in self._failed:
                 error = future.failure
                 if not future.seen and error is not None and place in (None, future.place):
@@ -105,22 +122,22 @@ class Backlog:
         """Wait for the saves to a place, and raise their failures as `raise_unseen` does."""
         if place is None:
             return
-        with self._changed:
-            # A callback of a save runs in the thread that it would wait for.
-            if threading.current_thread() is not self._thread:
+        with self._mine():
+            if not self._in_own_thread:
                 self._changed.wait_for(
                     lambda: not any(future.place == place for future in self._in_flight)
                 )
         self.raise_unseen(place)
 
     def drain(self) -> None:
-        """Block until no save is in flight."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight)
+        """Block until no save is in flight, and no callback of one runs."""
+        with self._mine():
+            if not self._in_own_thread:
+                self._changed.wait_for(lambda: not self._in_flight and self._finishing is None)
 
     def on_close(self, closer: Callable[[], None]) -> None:
         """Have `closer` called when the process ends, after the last save."""
-        with self._changed:
+        with self._mine():
             self._watch_exit()
             if closer not in self._closers:
                 self._closers.append(closer)
@@ -145,17 +162,21 @@ class Backlog:
             failure = error
         with self._changed:
             self._in_flight.remove(future)
+            self._finishing = future
             # Failures that somebody has seen are of no more use.
             self._failed = [f for f in self._failed if not f.seen]
             future.failure = failure
             if failure is not None:
                 self._failed.append(future)
-        # Callbacks run here, and may start the next save.
-        if failure is not None:
-            future.set_exception(failure)
-        else:
-            future.set_result(metadata)  # type: ignore[arg-type]
+            self._changed.notify_all()
+        # Callbacks run here, and may start the next save. Whatever they raise, it goes on.
+        with _reported():
+            if failure is not None:
+                future.set_exception(failure)
+            else:
+                future.set_result(metadata)  # type: ignore[arg-type]
         with self._changed:
+            self._finishing = None
             self._changed.notify_all()
 
     # The end of the process
@@ -197,7 +218,7 @@ class Backlog:
 def _reported() -> Iterator[None]:
     try:
         yield
-    except Exception:  # noqa: BLE001 - the process is ending; there is nobody to raise it to
+    except BaseException:  # noqa: BLE001 - there is nobody to raise it to
         _say(traceback.format_exc())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from reshard.tensors.shards import HeldShards, held_shards, is_sharded
+from reshard.tensors.shards import HeldShards, held_shards, is_dense, is_sharded
 
 __all__ = ["pack", "unpack"]
 
@@ -40,10 +40,11 @@ class _Pickler(pickle.Pickler):
         self._end = memory.data_ptr() + memory.nbytes
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
+        if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_meta:
             return None
-        address = 0 if obj.is_meta else obj.data_ptr()
-        if not self._begin <= address < self._end:
+        # An empty tensor lies nowhere.
+        address = obj.data_ptr() if obj.numel() else self._begin
+        if not self._begin <= address < self._end or obj.is_quantized:
             return None
         return (
             address - self._begin,
@@ -63,11 +64,22 @@ class _Pickler(pickle.Pickler):
             names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
             parts = {name: getattr(obj, name) for name in names}
             return _join, (type(obj), parts, context, tuple(obj.shape), obj.stride())
+        if isinstance(obj, torch.Tensor) and type(obj) not in _KNOWN and is_dense(obj):
+            return _dress, (type(obj), obj.as_subclass(torch.Tensor), vars(obj))
         return NotImplemented
+
+
+_KNOWN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _join(kind: Any, parts: Any, context: Any, shape: Any, stride: Any) -> Any:
     return kind.__tensor_unflatten__(parts, context, torch.Size(shape), stride)
+
+
+def _dress(kind: Any, tensor: torch.Tensor, attributes: dict[str, Any]) -> Any:
+    dressed = tensor.as_subclass(kind)
+    dressed.__dict__.update(attributes)
+    return dressed
 
 
 class _Unpickler(pickle.Unpickler):
@@ -85,7 +97,8 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         begin, dtype, shape, stride, requires_grad, is_conj, is_neg = pid
-        tensor = torch.empty(0, dtype=dtype)
+        # A script that was imported may have chosen another default device.
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
         tensor.set_(self._memory.untyped_storage(), begin // dtype.itemsize, shape, stride)
         tensor = tensor.conj() if is_conj else tensor
         tensor = torch._neg_view(tensor) if is_neg else tensor

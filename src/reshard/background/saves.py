@@ -221,10 +221,12 @@ class WorkerKeeper:
     """The worker of this process: started when it is needed, and again if it died."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._worker: Worker | None = None
 
     def start(self) -> Worker:
         """The worker, running or on its way."""
+        self._forget_after_fork()
         if self._worker is not None and not self._worker.is_alive:
             self._worker.stop()
             self._worker = None
@@ -235,9 +237,15 @@ class WorkerKeeper:
 
     def stop(self) -> None:
         """End the worker, if there is one."""
+        self._forget_after_fork()
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
+
+    def _forget_after_fork(self) -> None:
+        """A forked child has no worker: the one that it knows of is its parent's."""
+        if self._pid != os.getpid():
+            self.__init__()  # type: ignore[misc]
 
 
 _keeper = WorkerKeeper()

@@ -32,7 +32,7 @@ class Segment:
         try:
             os.ftruncate(self.descriptor, self.nbytes)
             self.memory = map_segment(self.descriptor, self.nbytes, _POPULATE)
-        except OSError as error:
+        except (OSError, OverflowError, ValueError) as error:
             os.close(self.descriptor)
             raise MemoryError(
                 f"cannot get {self.nbytes / 2**30:.2f} GiB of memory to stage a save: {error}"

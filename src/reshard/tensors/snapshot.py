@@ -18,6 +18,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard  # type: ignore[attr-defined]
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharding_spec import ShardMetadata  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
@@ -46,19 +47,29 @@ class Survey:
 def survey(state_dict: Mapping[str, Any]) -> Survey:
     """Find the tensors of a nested state dict. Nothing is copied."""
     tensors = list(_plain_tensors(state_dict, ()))
-    groups = _overlapping(tensors)
-    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    groups = [group for group in _overlapping(tensors) if _lead(tensors, group) is not None]
+    shapes = [(tensor.shape, _dense_strides(tensor), tensor.dtype) for tensor in tensors]
     shared = [
-        tuple((i, *_geometry(tensors[group[0]], tensors[i])) for i in group) for group in groups
+        (
+            _lead(tensors, group),
+            *((i, *_geometry(tensors[group[0]], tensors[i])) for i in group),
+        )
+        for group in groups
     ]
     return Survey(tensors, groups, (tuple(shapes), tuple(shared)))
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor that is permuted but has no gaps; a subclass may insist on them."""
+    if tensor.is_contiguous() or _extent(tensor) != tensor.nbytes or 0 in tensor.stride():
+        return None
+    return tensor.stride()
 
 
 def _geometry(first: torch.Tensor, tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor lies in the memory that it shares with `first`."""
     apart = tensor.data_ptr() - first.data_ptr()
-    begin = first.data_ptr() % _ALIGNMENT
-    return begin, apart, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return apart, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 class Layout:
@@ -76,8 +87,7 @@ class Layout:
                 self._begins[i] = self._reserve(tensor.nbytes)
         for group in plan.groups:
             first = plan.tensors[group[0]]
-            # The same distance from an aligned address, for the sake of wider elements.
-            lead = first.data_ptr() % _ALIGNMENT
+            lead = _lead(plan.tensors, group) or 0
             begin = self._reserve(lead + _span(plan.tensors, group)) + lead
             for i in group:
                 self._begins[i] = begin + plan.tensors[i].data_ptr() - first.data_ptr()
@@ -98,8 +108,14 @@ class Layout:
                 view = flat.as_strided(tensor.shape, tensor.stride())
                 view = view.conj() if tensor.is_conj() else view
                 view = torch._neg_view(view) if tensor.is_neg() else view
+            elif tensor.numel():
+                flat = _own_storage(memory[begin : begin + tensor.nbytes]).view(tensor.dtype)
+                strides = _dense_strides(tensor)
+                view = (
+                    flat.as_strided(tensor.shape, strides) if strides else flat.view(tensor.shape)
+                )
             else:
-                view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                view = torch.empty(tensor.shape, dtype=tensor.dtype, device=memory.device)
             self._copies.append(view)
 
     def copy(self, plan: Survey, non_blocking: bool = False) -> None:
@@ -158,16 +174,14 @@ def _rebuild(value: Any, path: Path, copies: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         parts = _take_apart(value, path)
         if parts is None:
-            return _dressed(next(copies), value, path)
+            return _dressed(next(copies), value)
         return parts.join([_rebuild(part, path, copies) for part in parts.tensors])
     if isinstance(value, Mapping):
         inner = {key: _rebuild(each, (*path, key), copies) for key, each in value.items()}
         return inner if kind is dict else _refilled(value, inner)
     if isinstance(value, list | tuple):
         elements = [_rebuild(each, (*path, i), copies) for i, each in enumerate(value)]
-        if kind is list:
-            return elements
-        return kind(*elements) if hasattr(value, "_fields") else kind(elements)
+        return elements if kind is list else _sequence_like(value, elements)
     if hasattr(value, "__replace_value__"):
         return value.__replace_value__(_rebuild(value.value, path, copies))
     try:
@@ -179,22 +193,27 @@ def _rebuild(value: Any, path: Path, copies: Iterator[torch.Tensor]) -> Any:
         ) from error
 
 
-def _dressed(copied: torch.Tensor, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+def _dressed(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The copy of a plain tensor, as the same kind of tensor."""
     # Detached, so that what is asked of one save's tensor does not stay for the next.
     twin = copied.detach()
-    if tensor.requires_grad:
-        twin.requires_grad_()
     kind = type(tensor)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
-        return twin
-    twin = twin.as_subclass(kind)
-    twin.__dict__.update(_rebuild(dict(vars(tensor)), path, iter(())))
-    return twin
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        twin = twin.as_subclass(kind)
+        twin.__dict__.update(copy.deepcopy(vars(tensor)))
+    return twin.requires_grad_() if tensor.requires_grad else twin
+
+
+def _own_storage(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory as the whole of a storage."""
+    return torch.from_numpy(memory.numpy())
 
 
 def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
-    """A mapping of the type of `original`, if such can be made, with other values."""
+    """A dict of the type of `original`, if such can be made, with other values."""
+    if not isinstance(original, dict):
+        # A copy may be a view of the same dict; to write into it would change the original.
+        return inner
     try:
         twin: Any = copy.copy(original)
         for key, value in inner.items():
@@ -204,11 +223,27 @@ def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
     return twin
 
 
+def _sequence_like(original: Any, elements: list[Any]) -> Any:
+    """A list or tuple of the type of `original`, if such can be made, with other elements."""
+    try:
+        if isinstance(original, list):
+            twin = copy.copy(original)
+            twin[:] = elements
+            return twin
+        make = getattr(type(original), "_make", type(original))
+        return make(elements)
+    except Exception:  # noqa: BLE001 - as above
+        return elements if isinstance(original, list) else tuple(elements)
+
+
 def _take_apart(tensor: torch.Tensor, path: Path) -> _Parts | None:
     """The parts of a tensor that is more than its own memory; None if it is just that."""
     kind = type(tensor)
     if (kind is torch.Tensor or kind is torch.nn.Parameter) and is_dense(tensor):
-        return None if not tensor.is_meta else _Parts([], lambda _: tensor.detach())
+        if tensor.is_meta:
+            return _Parts([], lambda _: _cloned(tensor))
+        _check_memory(tensor, path)
+        return None
     if isinstance(tensor, DTensor) and kind is DTensor:
         # Built by hand: from_local would ask the mesh about every tensor.
         return _Parts(
@@ -229,24 +264,50 @@ def _take_apart(tensor: torch.Tensor, path: Path) -> _Parts | None:
     if hasattr(kind, "__tensor_flatten__"):
         return _take_subclass_apart(tensor)
     if tensor.is_meta or not is_dense(tensor):
-        return _Parts([], lambda _: tensor.detach().clone())
+        return _Parts([], lambda _: _cloned(tensor))
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedLayoutError(
             f"{_spell(path)} is a {kind.__name__}, a tensor subclass that does not say what it "
             "consists of: give it __tensor_flatten__ and __tensor_unflatten__, or save it with "
             "save()"
         )
+    _check_memory(tensor, path)
     return None
 
 
+def _check_memory(tensor: torch.Tensor, path: Path) -> None:
+    if tensor.is_nested:
+        raise UnsupportedLayoutError(
+            f"{_spell(path)} is a nested tensor of the strided kind; use layout=torch.jagged"
+        )
+    if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
+        raise UnsupportedLayoutError(
+            f"the memory of {_spell(path)} was freed, as FSDP does with parameters in use: save a "
+            "state dict that was asked for outside of the forward and backward pass"
+        )
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def _sharded_like(tensor: ShardedTensor, local_tensors: Sequence[torch.Tensor]) -> ShardedTensor:
+    metadata = copy.deepcopy(tensor.metadata())
+    metadata.shards_metadata = [_on_cpu(shard) for shard in metadata.shards_metadata]
     shards = [
-        Shard(local, copy.deepcopy(shard.metadata))
+        Shard(local, _on_cpu(shard.metadata))
         for local, shard in zip(local_tensors, tensor.local_shards(), strict=True)
     ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, tensor.metadata(), process_group=tensor._process_group
+        shards, metadata, process_group=tensor._process_group
     )
+
+
+def _on_cpu(shard: Any) -> Any:
+    """Where a shard is, were it in the memory of the same rank."""
+    rank = None if shard.placement is None else shard.placement.rank()
+    place = "cpu" if rank is None else f"rank:{rank}/cpu"
+    return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), place)
 
 
 def _take_subclass_apart(tensor: Any) -> _Parts:
@@ -257,7 +318,9 @@ def _take_subclass_apart(tensor: Any) -> _Parts:
 
     def join(parts: list[Any]) -> Any:
         replaced = values | dict(zip(inner, parts, strict=True))
-        return type(tensor).__tensor_unflatten__(replaced, context, size, stride)
+        joined = type(tensor).__tensor_unflatten__(replaced, context, size, stride)
+        wanted = tensor.requires_grad and not joined.requires_grad and joined.is_leaf
+        return joined.requires_grad_() if wanted else joined
 
     return _Parts([values[name] for name in inner], join)
 
@@ -302,6 +365,20 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
             if len(same) > 1:
                 found.append(tuple(same))
     return found
+
+
+def _lead(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> int | None:
+    """How far from an aligned address a group begins, so that each element is aligned.
+
+    As far as in the original where that will do. None if it cannot be, in memory that
+    was never made for tensors.
+    """
+    begin = tensors[group[0]].data_ptr()
+    apart = [(tensors[i].data_ptr() - begin, tensors[i].itemsize) for i in group]
+    for lead in (begin % _ALIGNMENT, *range(_ALIGNMENT)):
+        if all((lead + distance) % itemsize == 0 for distance, itemsize in apart):
+            return int(lead)
+    return None
 
 
 def _span(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> int:

@@ -1,0 +1,94 @@
+"""Optimizers whose state is not a tensor like the parameter, for plain parameters and DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from support.subclasses import Scaled
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor without sums that are yet to be taken; other tensors as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(
+        placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
+    )
+
+
+def _call(closure: Callable[[], Any] | None) -> None:
+    if closure is not None:
+        with torch.enable_grad():
+            closure()
+
+
+class Factored(torch.optim.Optimizer):
+    """Like Adafactor: of a matrix it keeps the means of squares of each row and column."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr, "decay": 0.8})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        _call(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, self.state[parameter], group)
+
+    def _step(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        squares = parameter.grad.square() + 1e-8
+        state["step"] = state.get("step", 0) + 1
+        if parameter.dim() < 2:
+            means = self._mixed(state, "means", squares, group["decay"])
+        else:
+            rows = self._mixed(state, "rows", settled(squares.mean(-1)), group["decay"])
+            columns = self._mixed(state, "columns", settled(squares.mean(0)), group["decay"])
+            means = rows.unsqueeze(1) * columns.unsqueeze(0) / settled(rows.mean())
+        change = group["lr"] * parameter.grad / means.sqrt()
+        if isinstance(parameter, DTensor):
+            change = change.redistribute(placements=parameter.placements)
+        parameter.sub_(change)
+
+    @staticmethod
+    def _mixed(state: dict[str, Any], name: str, new: torch.Tensor, decay: float) -> torch.Tensor:
+        old = state.get(name)
+        state[name] = new if old is None else decay * old + (1 - decay) * new
+        return state[name]
+
+
+class Coded(torch.optim.Optimizer):
+    """Like optimizers in 8 bits: momentum as small integers, with what they are to be times."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2, wrapped: bool = False) -> None:
+        """With `wrapped`, codes and scale are one tensor without memory of its own."""
+        super().__init__(parameters, {"lr": lr})
+        self.wrapped = wrapped
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        _call(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = parameter.grad + 0.9 * self._decoded(self.state[parameter])
+                    self.state[parameter] = {"momentum": self._coded(momentum)}
+                    parameter.sub_(group["lr"] * self._decoded(self.state[parameter]))
+
+    def _decoded(self, state: dict[str, Any]) -> Any:
+        if not state:
+            return 0.0
+        momentum = state["momentum"]
+        if self.wrapped:
+            return momentum.inner.float() * momentum.scale
+        return momentum["codes"].float() * momentum["scale"]
+
+    def _coded(self, momentum: torch.Tensor) -> Any:
+        # No element is larger than the norm.
+        scale = settled(momentum.square().sum()).sqrt() / 127
+        codes = (momentum / scale).round().to(torch.int8)
+        return Scaled(codes, scale, "code") if self.wrapped else {"codes": codes, "scale": scale}
