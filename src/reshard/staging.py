@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,7 @@ import torch
 
 from reshard.engine.segments import Segment
 from reshard.metadata import STATE_DICT_TYPE
-from reshard.tensors.snapshot import Layout, Survey, survey
+from reshard.tensors.snapshot import Layout, Survey, addresses_in, survey
 
 __all__ = [
     "AsyncStager",
@@ -130,6 +130,8 @@ class Staged(dict[str, Any]):
         """Let the memory be used again. Harmless if that was said before."""
         if not self._released:
             self._released = True
+            # What it held would be overwritten by the next save, and keep memory alive.
+            self.clear()
             self.pool.release(self.buffer)
 
 
@@ -144,6 +146,7 @@ class StagingPool:
         self._lock = threading.Lock()
         self._idle: list[Buffer] = []
         self._busy: list[Buffer] = []
+        self._lent: dict[int, Staged] = {}
 
     def stage(
         self, state_dict: Mapping[str, Any], pinned: bool = False, non_blocking: bool = False
@@ -158,12 +161,14 @@ class StagingPool:
                 layout = buffer.prepare(plan, pinned)
                 layout.copy(plan, non_blocking)
                 if non_blocking:
-                    torch.accelerator.current_stream().synchronize()
+                    _wait_for_devices(plan)
                 staged = Staged(layout.rebuild(state_dict))
         except BaseException:
             self.release(buffer)
             raise
         staged.pool, staged.buffer = self, buffer
+        with self._mine():
+            self._lent[id(buffer)] = staged
         return staged
 
     def prewarm(self, state_dict: Mapping[str, Any], pinned: bool = False) -> None:
@@ -176,9 +181,21 @@ class StagingPool:
         finally:
             self.release(buffer)
 
+    def staged_in(self, state_dict: Mapping[str, Any]) -> list[Staged]:
+        """What was staged here and has memory in `state_dict`, whatever became of the dict."""
+        with self._mine():
+            lent = list(self._lent.values())
+        addresses = addresses_in(state_dict) if lent else []
+        return [
+            staged
+            for staged in lent
+            if any(staged.segment.begin <= address < staged.segment.end for address in addresses)
+        ]
+
     def release(self, buffer: Buffer) -> None:
         """Let a buffer be used again."""
         with self._mine():
+            self._lent.pop(id(buffer), None)
             if buffer in self._busy:
                 self._busy.remove(buffer)
                 self._idle.append(buffer)
@@ -212,12 +229,32 @@ class StagingPool:
 
     def _take(self, plan: Survey) -> Buffer:
         with self._mine():
-            fitting = [b for b in self._idle if b.layout is not None and b.layout.form == plan.form]
-            buffer = fitting[0] if fitting else self._idle[0] if self._idle else Buffer()
+            buffer = _best(self._idle, plan) or Buffer()
             if buffer in self._idle:
                 self._idle.remove(buffer)
             self._busy.append(buffer)
             return buffer
+
+
+def _best(buffers: Sequence[Buffer], plan: Survey) -> Buffer | None:
+    """The buffer that has to change least: of the same form, or else large enough."""
+    for buffer in buffers:
+        if buffer.layout is not None and buffer.layout.form == plan.form:
+            return buffer
+    nbytes = Layout(plan).nbytes if buffers else 0
+    sizes = [0 if buffer.segment is None else buffer.segment.nbytes for buffer in buffers]
+    enough = [place for place, size in enumerate(sizes) if size >= nbytes]
+    if enough:
+        return buffers[min(enough, key=sizes.__getitem__)]
+    # One that must grow anyway: the largest has the least to gain from being kept.
+    return buffers[sizes.index(max(sizes))] if buffers else None
+
+
+def _wait_for_devices(plan: Survey) -> None:
+    """Wait for copies that were only begun (exercised with stand-ins: no device was at hand)."""
+    for device in {tensor.device for tensor in plan.tensors}:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.current_stream(device).synchronize()
 
 
 _pool = StagingPool()

@@ -55,6 +55,7 @@ def save(
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.
     """
+    backlog().wait_for_users(storage_writer, planner)
     writer = choose_writer(storage_writer, checkpoint_id)
     return _save_state_dict(
         state_dict,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -22,8 +23,7 @@ from reshard.metadata import Metadata
 
 MOMENT = 0.2
 """Long enough for a thread to get somewhere if nothing holds it up."""
-SOON = 1.0
-LONG = 30.0
+SOON, LONG = 1.0, 30.0
 
 
 @pytest.fixture
@@ -118,21 +118,25 @@ def test_the_thread_ends_when_there_is_no_more_work_and_another_comes(log: Backl
     assert threads[0] is not threads[1]
 
 
-def test_what_was_saved_is_not_kept_when_the_save_is_done(log: Backlog) -> None:
-    class State:
-        pass
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_saved_is_not_kept_when_the_save_is_done(log: Backlog, fails: bool) -> None:
+    def work(state: Gate) -> Metadata:
+        if fails:
+            raise OSError
+        return nothing()
 
-    state, gate = State(), Gate()
+    state = Gate()
     alive = weakref.ref(state)
-    future = log.submit(None, functools.partial(lambda _: nothing(), state))
-    log.submit(None, gate)
-    del state
-    assert gate.entered.wait(LONG)
-    gc.collect()
-    assert future.done()
-    assert alive() is None
-    gate.opened.set()
-    log.drain()
+    # Training often runs without the collector.
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            log.submit(None, functools.partial(work, state)).result(LONG)
+        del state
+        log.submit(None, nothing).result(LONG)
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_cannot_be_started_does_not_stop_later_saves(
@@ -483,7 +487,6 @@ def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent(log: Backlog) 
         ("s3://bucket/c", "s3://bucket/c"),
         (None, None),
         (b"/a/c", None),
-        (17, None),
     ],
 )
 def test_a_place_has_one_name(checkpoint_id: Any, place: str | None) -> None:

@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from reshard.api import UnsupportedLayoutError
 from reshard.background.handover import pack, unpack
@@ -191,6 +192,22 @@ def test_a_subclass_with_memory_arrives_with_its_attributes(sender: Sender) -> N
 
 def test_a_subclass_with_memory_does_not_bring_the_others_along(sender: Sender) -> None:
     assert len(sender.pack({"w": torch.ones(3).as_subclass(Tagged), "much": MUCH})) < MESSAGE_BYTES
+
+
+def test_gradients_are_still_required_of_a_subclass_that_arrives_in_parts(sender: Sender) -> None:
+    parameter = torch.nn.Parameter(Scaled(torch.ones(2), torch.ones(1)))
+    assert sender.send({"w": parameter})["w"].requires_grad
+
+
+def test_a_subclass_that_requires_gradients_arrives_as_a_leaf(sender: Sender) -> None:
+    received = sender.send({"w": torch.ones(3).as_subclass(Tagged).requires_grad_()})["w"]
+    assert (received.requires_grad, received.is_leaf) == (True, True)
+
+
+def test_a_subclass_whose_parts_begin_their_storages_arrives(sender: Sender) -> None:
+    received = sender.send({"w": TwoTensor(torch.ones(2, 3), torch.zeros(2, 3))})["w"]
+    assert (received.a.sum().item(), received.b.sum().item()) == (6, 0)
+    assert sender.holds(received.b)
 
 
 # Sharded tensors

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def open_segments() -> int:
     """How many segments this process has a descriptor of."""
+    gc.collect()
     found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -138,6 +140,15 @@ def test_of_idle_buffers_the_one_of_the_same_form_is_taken(
     staged = pool.stage(LARGE)
     assert len(made) == 2
     assert staged.segment.nbytes == LARGE["w"].nbytes
+
+
+def test_of_idle_buffers_one_that_is_large_enough_is_taken(
+    pool: StagingPool, made: list[int]
+) -> None:
+    for staged in [pool.stage(SMALL), pool.stage(LARGE)]:
+        staged.release()
+    pool.stage({"w": LARGE["w"][1:]})
+    assert len(made) == 2
 
 
 def test_to_release_twice_does_not_free_two_buffers(pool: StagingPool) -> None:
@@ -228,7 +239,7 @@ def test_closing_frees_what_is_idle_and_leaves_what_is_in_use(pool: StagingPool)
     before, opened = mapped_bytes(), open_segments()
     used, idle = pool.stage(SMALL), pool.stage(LARGE)
     idle.release()
-    del idle["w"]
+    idle.clear()
     pool.close()
     assert pool.segment_numbers() == {used.segment.number}
     assert open_segments() - opened == 1
@@ -350,21 +361,42 @@ def test_pinned_memory_is_registered_and_unregistered(
     assert runtime.calls == [(name, address) for name in names]
 
 
+class Elsewhere(torch.Tensor):
+    """Says that it is on the second of several accelerators, in want of one."""
+
+    device = property(lambda self: torch.device("cuda", 1))
+
+
+class Streams:
+    """Stands in for torch.accelerator; notes what is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waited: list[torch.device | None] = []
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_stream", self.current_stream)
+        monkeypatch.setattr(torch.accelerator, "synchronize", self.waited.append)
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        return SimpleNamespace(synchronize=lambda: self.waited.append(device))
+
+
 def test_copies_that_do_not_block_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, pool: StagingPool
 ) -> None:
-    waited: list[bool] = []
+    streams = Streams(monkeypatch)
+    state_dict = {"w": torch.ones(2).as_subclass(Elsewhere)}
+    pool.stage(state_dict, non_blocking=False)
+    assert not streams.waited
+    pool.stage(state_dict, non_blocking=True)
+    assert streams.waited
 
-    class Stream:
-        def synchronize(self) -> None:
-            waited.append(True)
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
-    pool.stage(SMALL, non_blocking=False)
-    assert not waited
-    pool.stage(SMALL, non_blocking=True)
-    assert waited
+def test_copies_are_waited_for_on_the_device_that_they_come_from(
+    monkeypatch: pytest.MonkeyPatch, pool: StagingPool
+) -> None:
+    streams = Streams(monkeypatch)
+    pool.stage({"w": torch.ones(2).as_subclass(Elsewhere)}, non_blocking=True)
+    assert torch.device("cuda", 1) in streams.waited
 
 
 # Stagers

@@ -13,7 +13,7 @@ import os
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -32,18 +32,23 @@ MOST_IN_FLIGHT = 2
 class SaveFuture(Future[Metadata]):
     """The outcome of a background save. Remembers whether anybody has seen it fail."""
 
-    def __init__(self, place: str | None) -> None:
+    def __init__(self, place: str | None, uses: Sequence[object] = ()) -> None:
         super().__init__()
         self.place = place
+        self.uses = [each for each in uses if each is not None]
         self.seen = False
         self.failure: BaseException | None = None
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Metadata:
         error = self.exception(timeout)
-        if error is not None:
-            raise error
-        return super().result()
+        try:
+            if error is not None:
+                raise error
+            return super().result()
+        finally:
+            # As in the standard library: the traceback holds this frame.
+            del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
@@ -68,9 +73,14 @@ class Backlog:
         self._closers: list[Callable[[], None]] = []
         self._watching_exit = False
 
-    def submit(self, place: str | None, work: Callable[[], Metadata]) -> SaveFuture:
-        """Queue a save. `place` is what it writes to, as `place_of` names it."""
-        future = SaveFuture(place)
+    def submit(
+        self, place: str | None, work: Callable[[], Metadata], uses: Sequence[object] = ()
+    ) -> SaveFuture:
+        """Queue a save. `place` is what it writes to, as `place_of` names it.
+
+        `uses` are objects that nobody else may use meanwhile.
+        """
+        future = SaveFuture(place, uses)
         with self._mine():
             self._watch_exit()
             if self._thread is None:
@@ -129,6 +139,21 @@ class Backlog:
                 )
         self.raise_unseen(place)
 
+    def wait_for_users(self, *objects: object) -> None:
+        """Block until no save in flight uses any of `objects`."""
+        with self._mine():
+            if not self._in_own_thread:
+                self._changed.wait_for(
+                    lambda: (
+                        not any(
+                            used is each
+                            for future in self._in_flight
+                            for used in future.uses
+                            for each in objects
+                        )
+                    )
+                )
+
     def drain(self) -> None:
         """Block until no save is in flight, and no callback of one runs."""
         with self._mine():
@@ -151,7 +176,7 @@ class Backlog:
                 future, work = self._waiting.popleft()
             self._do(future, work)
             # Not kept until the next save comes: it holds the state dict.
-            del work
+            del future, work
 
     def _do(self, future: SaveFuture, work: Callable[[], Metadata]) -> None:
         metadata: Metadata | None = None
@@ -160,12 +185,15 @@ class Backlog:
             metadata = work()
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
             failure = error
+            # The error may be kept for long, and would keep the state dict with it.
+            traceback.clear_frames(error.__traceback__)
         with self._changed:
             self._in_flight.remove(future)
             self._finishing = future
             # Failures that somebody has seen are of no more use.
             self._failed = [f for f in self._failed if not f.seen]
             future.failure = failure
+            future.uses = []
             if failure is not None:
                 self._failed.append(future)
             self._changed.notify_all()
@@ -175,6 +203,8 @@ class Backlog:
                 future.set_exception(failure)
             else:
                 future.set_result(metadata)  # type: ignore[arg-type]
+        # The traceback of a failure holds this frame, so this frame must not hold the failure.
+        del failure, future, work
         with self._changed:
             self._finishing = None
             self._changed.notify_all()
@@ -252,4 +282,4 @@ def place_of(storage: Any) -> str | None:
     text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
     if not isinstance(text, str):
         return None
-    return text if "://" in text else os.path.abspath(text)
+    return text if "://" in text else os.path.realpath(text)

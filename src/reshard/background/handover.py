@@ -63,23 +63,32 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor) and hasattr(type(obj), "__tensor_flatten__"):
             names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
             parts = {name: getattr(obj, name) for name in names}
-            return _join, (type(obj), parts, context, tuple(obj.shape), obj.stride())
+            return _join, (
+                type(obj),
+                parts,
+                context,
+                tuple(obj.shape),
+                obj.stride(),
+                obj.requires_grad,
+            )
         if isinstance(obj, torch.Tensor) and type(obj) not in _KNOWN and is_dense(obj):
-            return _dress, (type(obj), obj.as_subclass(torch.Tensor), vars(obj))
+            plain = obj.detach().as_subclass(torch.Tensor)
+            return _dress, (type(obj), plain, vars(obj), obj.requires_grad)
         return NotImplemented
 
 
 _KNOWN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _join(kind: Any, parts: Any, context: Any, shape: Any, stride: Any) -> Any:
-    return kind.__tensor_unflatten__(parts, context, torch.Size(shape), stride)
+def _join(kind: Any, parts: Any, context: Any, shape: Any, stride: Any, grad: bool) -> Any:
+    joined = kind.__tensor_unflatten__(parts, context, torch.Size(shape), stride)
+    return joined.requires_grad_() if grad and not joined.requires_grad else joined
 
 
-def _dress(kind: Any, tensor: torch.Tensor, attributes: dict[str, Any]) -> Any:
+def _dress(kind: Any, tensor: torch.Tensor, attributes: dict[str, Any], grad: bool) -> Any:
     dressed = tensor.as_subclass(kind)
     dressed.__dict__.update(attributes)
-    return dressed
+    return dressed.requires_grad_() if grad else dressed
 
 
 class _Unpickler(pickle.Unpickler):
@@ -98,8 +107,13 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> torch.Tensor:
         begin, dtype, shape, stride, requires_grad, is_conj, is_neg = pid
         # A script that was imported may have chosen another default device.
-        tensor = torch.empty(0, dtype=dtype, device="cpu")
-        tensor.set_(self._memory.untyped_storage(), begin // dtype.itemsize, shape, stride)
+        if 0 in shape:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        else:
+            last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+            memory = self._memory[begin : begin + (last + 1) * dtype.itemsize]
+            # A storage of its own, as subclasses may insist on.
+            tensor = torch.from_numpy(memory.numpy()).view(dtype).as_strided(shape, stride)
         tensor = tensor.conj() if is_conj else tensor
         tensor = torch._neg_view(tensor) if is_neg else tensor
         return tensor.requires_grad_() if requires_grad else tensor

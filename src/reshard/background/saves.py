@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from reshard.api import CheckpointException
 from reshard.background.backlog import SaveFuture, WhenBusy, backlog, place_of
 from reshard.background.handover import pack, unpack
 from reshard.background.worker import FailedThere, Request, Worker, main_module
 from reshard.coordination.channel import Channel, SoloChannel
 from reshard.coordination.meeting import Meeting, call_meeting
 from reshard.default_planner import DefaultSavePlanner, PlanCache
+from reshard.filesystem import FileSystemWriter
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
 from reshard.save_operation import SaveJob, SaveOperation, choose_writer
@@ -44,7 +43,7 @@ class BackgroundSave:
         use_collectives: bool,
         channel: Channel,
     ) -> None:
-        self.checkpoint_id = checkpoint_id
+        self.checkpoint_id = _absolute(checkpoint_id, storage_writer)
         self.storage_writer = storage_writer
         self.planner = planner
         self.in_process = in_process
@@ -52,6 +51,8 @@ class BackgroundSave:
         self.channel = channel
         self.staging: Future[None] | None = None
         self._staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
+        self._kept: list[Staged] = []
+        self._meeting: Meeting | None = None
 
     def start(
         self,
@@ -62,6 +63,9 @@ class BackgroundSave:
         """Copy the state away, and queue the rest."""
         log = backlog()
         try:
+            if self.in_process:
+                # First of all: from now on the others can tell whether this rank is there.
+                self._meeting = call_meeting(self.channel)
             place = self._place()
             log.raise_unseen()
             log.admit(when_busy)
@@ -72,7 +76,7 @@ class BackgroundSave:
         except BaseException as error:
             self._decline(error)
             raise
-        future = log.submit(place, work)
+        future = log.submit(place, work, uses=(self.storage_writer, self.planner))
         if isinstance(self._staged, Future):
             self.staging = _outcome_only(self._staged)
         elif stager.should_synchronize_after_execute:
@@ -96,9 +100,12 @@ class BackgroundSave:
     def _keep_memory(self) -> None:
         """Whoever staged may stage again; this copy must stay until it is saved."""
 
-        def keep(staged: Any) -> None:
-            if isinstance(staged, Staged):
-                staged.keep()
+        def keep(staged: STATE_DICT_TYPE) -> None:
+            # A stager of the user's may have made a dict of its own from what ours staged.
+            own = isinstance(staged, Staged)
+            self._kept = [staged] if own else staging_pool().staged_in(staged)  # type: ignore[list-item]
+            for each in self._kept:
+                each.keep()
 
         def keep_result(done: Future[STATE_DICT_TYPE]) -> None:
             if done.exception() is None:
@@ -115,8 +122,8 @@ class BackgroundSave:
             return
         if self.in_process:
             # If workers cannot meet at all, the other ranks find that out by themselves.
-            with contextlib.suppress(CheckpointException):
-                call_meeting(self.channel).excuse(_reason(error))
+            if self._meeting is not None:
+                self._meeting.excuse(self.channel, _reason(error))
             return
 
         def fail() -> SaveJob:
@@ -128,11 +135,12 @@ class BackgroundSave:
 
     def _work(self) -> Callable[[], Metadata]:
         """What is left to do when the state is copied away."""
-        meeting = call_meeting(self.channel) if self.in_process else None
 
         def work() -> Metadata:
             try:
-                return self._save(self._prepare) if meeting is None else self._send(meeting)
+                if self._meeting is not None:
+                    return self._send(self._meeting)
+                return self._save(self._prepare)
             finally:
                 self._release()
 
@@ -150,10 +158,9 @@ class BackgroundSave:
         return self._staged.result() if isinstance(self._staged, Future) else self._staged
 
     def _release(self) -> None:
-        if isinstance(self._staged, Future) and self._staged.exception() is not None:
-            return
-        staged = self._state_dict()
-        if isinstance(staged, Staged):
+        if isinstance(self._staged, Future):
+            self._staged.exception()
+        for staged in self._kept:
             staged.release()
 
     def _send(self, meeting: Meeting) -> Metadata:
@@ -178,11 +185,22 @@ class BackgroundSave:
             # The other ranks know.
             raise error.reason from None
         except BaseException as error:
-            meeting.excuse(_reason(error))
+            meeting.excuse(self.channel, _reason(error))
             raise
         finally:
             if copied is not None:
                 copied.release()
+
+
+def _absolute(
+    checkpoint_id: str | os.PathLike[str] | None, writer: StorageWriter | None
+) -> str | os.PathLike[str] | None:
+    """A relative path where it is now: the save may run later, and in another process."""
+    if writer is None or isinstance(writer, FileSystemWriter):
+        chosen = writer.checkpoint_id if checkpoint_id is None and writer else checkpoint_id
+        if chosen and FileSystemWriter.validate_checkpoint_id(chosen):
+            return os.path.abspath(chosen)
+    return checkpoint_id
 
 
 def _reason(error: BaseException) -> str:
@@ -222,25 +240,28 @@ class WorkerKeeper:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._worker: Worker | None = None
 
     def start(self) -> Worker:
         """The worker, running or on its way."""
         self._forget_after_fork()
-        if self._worker is not None and not self._worker.is_alive:
-            self._worker.stop()
-            self._worker = None
-        if self._worker is None:
-            self._worker = Worker(_serve)
-            backlog().on_close(self.stop)
-        return self._worker
+        with self._lock:
+            if self._worker is not None and not self._worker.is_alive:
+                self._worker.stop()
+                self._worker = None
+            if self._worker is None:
+                self._worker = Worker(_serve)
+                backlog().on_close(self.stop)
+            return self._worker
 
     def stop(self) -> None:
         """End the worker, if there is one."""
         self._forget_after_fork()
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        with self._lock:
+            if self._worker is not None:
+                self._worker.stop()
+                self._worker = None
 
     def _forget_after_fork(self) -> None:
         """A forked child has no worker: the one that it knows of is its parent's."""

@@ -74,7 +74,7 @@ class Worker:
         with theirs:
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; "
-                f"from {__name__} import main; main({theirs.fileno()})"
+                f"from {__name__} import main; main({theirs.fileno()}, {os.getpid()})"
             )
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own code
                 [multiprocessing.spawn.get_executable(), "-c", code],
@@ -152,6 +152,9 @@ class Worker:
 
     def stop(self) -> None:
         """End the process and wait for it, so that no zombie is left."""
+        # Not just closed: a child that training has forked has the same socket open.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
         self._pipe.close()
         try:
             self._process.wait(_STOP_SECONDS)
@@ -164,7 +167,7 @@ class Worker:
 # The worker's side
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, trainer: int) -> None:
     """Serve the trainer at the other end of a socket until it hangs up."""
     # Ctrl-C reaches every process of a terminal; what becomes of the save is for the trainer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -172,28 +175,36 @@ def main(descriptor: int) -> None:
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    threading.Thread(target=_watch_trainer, name="reshard-watch", daemon=True).start()
+    watch = threading.Thread(target=_watch, args=(trainer,), name="reshard-watch", daemon=True)
+    watch.start()
     pipe = Connection(descriptor)
     # The trainer is gone when there is nothing more to read.
     with contextlib.suppress(EOFError, OSError):
         main_module.learn(pipe.recv())
         serve: Serve = pipe.recv()
         _serve_all(pipe, serve)
+    # At once: to take torch apart first would keep the trainer waiting for a second or two.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
-def _watch_trainer() -> None:
-    """End at last if the trainer died in the middle of a save and the others do not come.
+def _watch(trainer: int) -> None:
+    """End when the trainer has, also if a child of it still holds its end of the socket.
 
-    Not at once: with luck, the save can still be finished without the trainer.
+    Not in the middle of a save: with luck, that can be finished without the trainer.
     """
-    trainer = os.getppid()
     while os.getppid() == trainer:
         time.sleep(1.0)
-    time.sleep(_ORPHAN_SECONDS)
-    os._exit(1)
+    _idle.wait(_ORPHAN_SECONDS)
+    os._exit(0 if _idle.is_set() else 1)
+
+
+_idle = threading.Event()
 
 
 def _serve_all(pipe: Connection, serve: Serve) -> None:
+    _idle.set()
     segments: dict[int, torch.Tensor] = {}
     while True:
         kind, content, *rest = pipe.recv()
@@ -205,11 +216,13 @@ def _serve_all(pipe: Connection, serve: Serve) -> None:
         request: Request = content
         for key in [key for key in segments if key not in request.live_segments]:
             del segments[key]
+        _idle.clear()
         try:
             answer = "done", pickle.dumps(serve(request, segments[request.segment]))
         except BaseException as error:  # noqa: BLE001 - raised by the trainer's future
             answer = "failed", encode_error(error)
         pipe.send(answer)
+        _idle.set()
 
 
 class MainModule:

@@ -139,6 +139,8 @@ class StoreChannel:
             if isinstance(kind, type):
                 self.store.set(f"{self.name}/gone/{self.rank}", kind.__name__)
             self.store.delete_key(f"{self.name}/pulse/{self.rank}")
+            if self.group == self.name:
+                self.store.delete_key(f"{self.group}/card/{self.rank}")
 
     def gather_scatter(
         self,

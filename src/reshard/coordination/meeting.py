@@ -16,6 +16,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 
 from reshard.api import CheckpointException
 from reshard.coordination.channel import Channel, SoloChannel, StoreChannel
+from reshard.coordination.liveness import make_card
 
 __all__ = ["Meeting", "call_meeting"]
 
@@ -25,7 +26,6 @@ class Meeting:
     """One operation of workers. Can be sent to a worker; `open` is for there."""
 
     address: tuple[str, str, int] | None
-    group: str
     name: str
     rank: int
     world_size: int
@@ -38,7 +38,8 @@ class Meeting:
             return SoloChannel()
         return StoreChannel(
             store=_connect(self.address),
-            group=self.group,
+            # Workers come and go: each operation has cards of its own.
+            group=self.name,
             name=self.name,
             rank=self.rank,
             world_size=self.world_size,
@@ -46,27 +47,34 @@ class Meeting:
             timeout_seconds=self.timeout_seconds,
         )
 
-    def excuse(self, reason: str) -> None:
-        """Tell the others that the worker of this rank will not come, or not come back."""
-        if self.address is None:
+    def excuse(self, channel: Channel, reason: str) -> None:
+        """Tell the others that the worker of this rank will not come, or not come back.
+
+        `channel` is what the meeting was called with.
+        """
+        if not isinstance(channel, StoreChannel):
             return
         with contextlib.suppress(RuntimeError):
             # If the store is gone there is nobody left to tell.
-            _connect(self.address).set(f"{self.name}/gone/{self.rank}", reason)
+            _without_prefix(channel.store).set(f"{self.name}/gone/{self.rank}", reason)
 
 
 def call_meeting(channel: Channel) -> Meeting:
-    """A meeting of workers in place of `channel`, which is then not used."""
+    """A meeting of workers in place of `channel`, which is then not used.
+
+    Until its worker comes, the trainer's own card tells the others whether it still can.
+    """
     if not isinstance(channel, StoreChannel):
-        return Meeting(None, "", "", 0, 1, 0, 0.0)
-    address = _address_of(channel.store)
+        return Meeting(None, "", 0, 1, 0, 0.0)
+    store = _without_prefix(channel.store)
+    address = _address_of(store)
     # A store may outlive the ranks, and then sees the same names again after a restart.
     token = channel.store.compare_set(f"{channel.group}/workers", "", uuid.uuid4().hex).decode()
-    group = f"reshard-workers/{token}"
+    name = f"reshard-workers/{token}/{channel.name.rpartition('/')[2]}"
+    store.set(f"{name}/card/{channel.rank}", make_card())
     return Meeting(
         address=address,
-        group=group,
-        name=f"{group}/{channel.name.rpartition('/')[2]}",
+        name=name,
         rank=channel.rank,
         world_size=channel.world_size,
         coordinator=channel.coordinator,
@@ -74,9 +82,14 @@ def call_meeting(channel: Channel) -> Meeting:
     )
 
 
-def _address_of(store: Any) -> tuple[str, str, int]:
+def _without_prefix(store: Any) -> Any:
+    """The store as a worker sees it, which does not know the prefix of the trainers."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def _address_of(store: Any) -> tuple[str, str, int]:
     if isinstance(store, TCPStore):
         return "tcp", store.host, store.port
     if isinstance(store, FileStore):

@@ -37,6 +37,8 @@ class Segment:
             raise MemoryError(
                 f"cannot get {self.nbytes / 2**30:.2f} GiB of memory to stage a save: {error}"
             ) from error
+        self.begin = self.memory.data_ptr()
+        self.end = self.begin + self.nbytes
         self._pinned = pinned and _register(self.memory)
 
     def close(self) -> None:

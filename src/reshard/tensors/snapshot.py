@@ -25,7 +25,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from reshard.api import UnsupportedLayoutError
 from reshard.tensors.shards import is_dense
 
-__all__ = ["Layout", "Survey", "survey"]
+__all__ = ["Layout", "Survey", "addresses_in", "survey"]
 
 _ALIGNMENT = 64
 _SIMPLE = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
@@ -57,6 +57,18 @@ def survey(state_dict: Mapping[str, Any]) -> Survey:
         for group in groups
     ]
     return Survey(tensors, groups, (tuple(shapes), tuple(shared)))
+
+
+def addresses_in(value: Any) -> list[int]:
+    """Where the plain tensors in a state dict begin, as far as it can be taken apart."""
+    try:
+        if isinstance(value, Mapping):
+            return [each for inner in value.values() for each in addresses_in(inner)]
+        if isinstance(value, list | tuple):
+            return [each for inner in value for each in addresses_in(inner)]
+        return [tensor.data_ptr() for tensor in _plain_tensors(value, ()) if tensor.numel()]
+    except UnsupportedLayoutError:
+        return []
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -104,7 +116,7 @@ class Layout:
         for i, (begin, tensor) in enumerate(zip(self._begins, plan.tensors, strict=True)):
             if i in self._in_group:
                 nbytes = _extent(tensor)
-                flat = memory[begin : begin + nbytes].view(tensor.dtype)
+                flat = _own_storage(memory[begin : begin + nbytes]).view(tensor.dtype)
                 view = flat.as_strided(tensor.shape, tensor.stride())
                 view = view.conj() if tensor.is_conj() else view
                 view = torch._neg_view(view) if tensor.is_neg() else view
@@ -163,7 +175,7 @@ def _plain_tensors(value: Any, path: Path) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
             yield from _plain_tensors(inner, (*path, i))
-    elif hasattr(value, "__replace_value__"):
+    elif hasattr(type(value), "__replace_value__"):
         yield from _plain_tensors(value.value, path)
 
 
@@ -174,7 +186,7 @@ def _rebuild(value: Any, path: Path, copies: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         parts = _take_apart(value, path)
         if parts is None:
-            return _dressed(next(copies), value)
+            return _dressed(next(copies), value, path)
         return parts.join([_rebuild(part, path, copies) for part in parts.tensors])
     if isinstance(value, Mapping):
         inner = {key: _rebuild(each, (*path, key), copies) for key, each in value.items()}
@@ -182,25 +194,29 @@ def _rebuild(value: Any, path: Path, copies: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, list | tuple):
         elements = [_rebuild(each, (*path, i), copies) for i, each in enumerate(value)]
         return elements if kind is list else _sequence_like(value, elements)
-    if hasattr(value, "__replace_value__"):
+    if hasattr(type(value), "__replace_value__"):
         return value.__replace_value__(_rebuild(value.value, path, copies))
+    return _deep(value, path)
+
+
+def _deep(value: Any, path: Path) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception as error:
         raise UnsupportedLayoutError(
-            f"{_spell(path)} is a {kind.__name__} that cannot be copied ({error}), so it could "
-            "change while it is saved. Save it with save(), or save what it consists of"
+            f"{_spell(path)} is a {type(value).__name__} that cannot be copied ({error}), so it "
+            "could change while it is saved. Save it with save(), or save what it consists of"
         ) from error
 
 
-def _dressed(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def _dressed(copied: torch.Tensor, tensor: torch.Tensor, path: Path) -> torch.Tensor:
     """The copy of a plain tensor, as the same kind of tensor."""
     # Detached, so that what is asked of one save's tensor does not stay for the next.
     twin = copied.detach()
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         twin = twin.as_subclass(kind)
-        twin.__dict__.update(copy.deepcopy(vars(tensor)))
+        twin.__dict__.update(_deep(vars(tensor), path))
     return twin.requires_grad_() if tensor.requires_grad else twin
 
 
@@ -216,6 +232,8 @@ def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
         return inner
     try:
         twin: Any = copy.copy(original)
+        if twin is original:
+            return inner
         for key, value in inner.items():
             twin[key] = value
     except Exception:  # noqa: BLE001 - whatever the type objects to, a dict has the same content
@@ -228,10 +246,15 @@ def _sequence_like(original: Any, elements: list[Any]) -> Any:
     try:
         if isinstance(original, list):
             twin = copy.copy(original)
+            if twin is original:
+                return elements
             twin[:] = elements
             return twin
-        make = getattr(type(original), "_make", type(original))
-        return make(elements)
+        try:
+            return tuple.__new__(type(original), elements)
+        except TypeError:
+            # A type of C code, such as torch.Size, insists on its own constructor.
+            return type(original)(elements)
     except Exception:  # noqa: BLE001 - as above
         return elements if isinstance(original, list) else tuple(elements)
 
@@ -293,6 +316,7 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sharded_like(tensor: ShardedTensor, local_tensors: Sequence[torch.Tensor]) -> ShardedTensor:
     metadata = copy.deepcopy(tensor.metadata())
+    metadata.tensor_properties.pin_memory = any(local.is_pinned() for local in local_tensors)
     metadata.shards_metadata = [_on_cpu(shard) for shard in metadata.shards_metadata]
     shards = [
         Shard(local, _on_cpu(shard.metadata))
@@ -345,26 +369,30 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
 
     The one that begins first comes first.
     """
-    count = len(tensors)
-    begins = np.fromiter((t.data_ptr() for t in tensors), dtype=np.int64, count=count)
-    extents = np.fromiter(map(_extent, tensors), dtype=np.int64, count=count)
+    # Equal addresses on different devices are different memory.
+    by_device: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        # An empty tensor lies nowhere.
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(i)
+    return [group for places in by_device.values() for group in _sweep(tensors, places)]
+
+
+def _sweep(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> list[tuple[int, ...]]:
+    count = len(places)
+    begins = np.fromiter((tensors[i].data_ptr() for i in places), dtype=np.int64, count=count)
+    extents = np.fromiter((_extent(tensors[i]) for i in places), dtype=np.int64, count=count)
     order = np.argsort(begins, kind="stable")
-    # An empty tensor lies nowhere.
-    order = order[extents[order] > 0]
     reach = np.maximum.accumulate(begins[order] + extents[order])
     meets = begins[order][1:] < reach[:-1]
     if not meets.any():
         return []
-    borders = [0, *(np.flatnonzero(~meets) + 1).tolist(), len(order)]
-    found = []
-    for first, last in itertools.pairwise(borders):
-        group = order[first:last].tolist()
-        # Equal addresses on different devices are different memory.
-        for device in dict.fromkeys(tensors[i].device for i in group):
-            same = [i for i in group if tensors[i].device == device]
-            if len(same) > 1:
-                found.append(tuple(same))
-    return found
+    borders = [0, *(np.flatnonzero(~meets) + 1).tolist(), count]
+    return [
+        tuple(places[i] for i in order[first:last].tolist())
+        for first, last in itertools.pairwise(borders)
+        if last - first > 1
+    ]
 
 
 def _lead(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> int | None:
