@@ -96,15 +96,15 @@ def fsdp2_over_tp(model: Any) -> nn.Module:
 def fsdp1(
     model: nn.Module,
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-    mesh: Any = None,
     use_orig_params: bool = True,
+    **groups: Any,
 ) -> nn.Module:
     """Two units of FSDP, one within the other."""
     return FSDP1(
         model,
         auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
         sharding_strategy=strategy,
-        device_mesh=mesh,
+        **groups,
         device_id=torch.device("cpu"),
         use_orig_params=use_orig_params,
     )
