@@ -70,9 +70,14 @@ def load_sharded_optimizer_state_dict(
         raise MissingKeyError(
             describe_missing([optimizer_key], {str(path[0]) for path in paths.values()})
         )
-    chosen = planner if planner is not None else _OffsetPlanner(offsets)
+    # Parts of what is stored need a planner that knows where they begin.
+    chosen = planner if planner is not None and not offsets else _OffsetPlanner(offsets)
     _load_state_dict(wanted, storage_reader, planner=chosen)
-    return unflatten_state_dict(wanted, paths)
+    loaded = unflatten_state_dict(wanted, paths)
+    if isinstance(loaded[optimizer_key], dict) and "param_groups" in loaded[optimizer_key]:
+        # An optimizer that never made a step has no state, of which nothing is stored.
+        loaded[optimizer_key].setdefault("state", {})
+    return loaded
 
 
 def _parameter_name(path: StatePath, model_state_dict: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ class Patch:
     """What `patch` changed, until `undo` or the end of a `with` block."""
 
     def __init__(self) -> None:
-        self._modules: dict[str, types.ModuleType | None] = {}
+        self._modules: dict[str, types.ModuleType] = {}
         self._attributes: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Patch:
@@ -41,22 +41,36 @@ class Patch:
                 # Another patch is in force; the last one to go puts things back.
                 _active[0]._modules |= self._modules
                 _active[0]._attributes += self._attributes
+                if self in sys.meta_path:
+                    sys.meta_path[sys.meta_path.index(self)] = _active[0]
                 return
+            for name in [name for name in sys.modules if name.startswith(f"{_DCP}.")]:
+                if name not in self._modules:
+                    del sys.modules[name]
+            sys.modules.update(self._modules)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             for owner, name, original in reversed(self._attributes):
                 setattr(owner, name, original)
-            for name, module in self._modules.items():
-                if module is None:
-                    sys.modules.pop(name, None)
-                else:
-                    sys.modules[name] = module
+
+    def find_spec(self, name: str, *_: Any) -> None:
+        """Keep the import system from looking for modules of DCP among those of Reshard."""
+        if name.startswith(f"{_DCP}."):
+            raise ModuleNotFoundError(f"Reshard has no counterpart of {name!r}", name=name)
 
     def _apply(self) -> None:
         pairs = _pairs()
+        # The one module of torch's own that has names of DCP.
+        importlib.import_module("torch.distributed.tensor._shards_wrapper")
+        self._modules = {n: m for n, m in sys.modules.items() if n.startswith(_DCP)}
+        for name in self._modules.keys() - pairs.keys():
+            # None in sys.modules means: not found.
+            sys.modules[name] = None  # type: ignore[assignment]
+        sys.meta_path.insert(0, self)
         ours_for: dict[int, Any] = {}
         for name, (theirs, ours) in pairs.items():
             ours_for[id(theirs)] = ours
             ours_for |= _twins(theirs, ours)
-            self._modules[name] = sys.modules.get(name)
             sys.modules[name] = ours
         parent = sys.modules["torch.distributed"]
         self._set(parent, "checkpoint", reshard)
@@ -67,8 +81,9 @@ class Patch:
                         self._set(module, attribute, ours_for[id(value)])
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._attributes.append((owner, name, getattr(owner, name)))
+        original = getattr(owner, name)
         setattr(owner, name, value)
+        self._attributes.append((owner, name, original))
 
 
 _lock = threading.RLock()
@@ -80,13 +95,18 @@ def patch() -> Patch:
 
     Imports that follow get Reshard's modules, and names that other packages imported
     earlier are exchanged in them. Use it as a function, or in a `with` block, at whose
-    end everything is put back. What Reshard does not have is not found under the patch.
+    end everything is put back. What Reshard does not have is not found under the patch. A
+    package that is first imported under the patch keeps Reshard's names afterwards.
     """
     made = Patch()
     with _lock:
         _active.append(made)
         if len(_active) == 1:
-            made._apply()
+            try:
+                made._apply()
+            except BaseException:
+                made.undo()
+                raise
     return made
 
 

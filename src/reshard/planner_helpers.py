@@ -50,6 +50,7 @@ from reshard.tensors.materialise import materialise
 from reshard.tensors.shards import (
     Box,
     DTensorReader,
+    check_memory,
     describes_itself,
     is_dense,
     is_plain,
@@ -174,6 +175,7 @@ def _create_write_items(
     builder = RowBuilder()
     kind = SHARD if is_sharded(object) else TENSOR
     for shard in local_shards(fqn, object, reader):
+        check_memory(fqn, shard.tensor)
         builder.add_region(
             fqn,
             kind,
@@ -384,3 +386,15 @@ def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
 def _init_state_dict(state_dict: dict[str, Any]) -> Any:
     """Give every tensor of `state_dict` that is on the meta device real memory, in place."""
     materialise(state_dict)
+
+
+def _create_write_items_for_dtensor(fqn: str, tensor: Any) -> WriteItem:
+    """For DTensor, which asks for it by this name when it describes itself."""
+    (item,) = _create_write_items(fqn, tensor)
+    return item
+
+
+def _create_chunk_from_dtensor(tensor: Any) -> ChunkStorageMetadata:
+    """For DTensor, which asks for it by this name when it describes itself."""
+    (shard,) = local_shards("a tensor", tensor)
+    return ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from reshard.api import CheckpointException, StalePlanError
+from reshard.api import CheckpointException, PlanError, StalePlanError
 from reshard.checkpoint_files import read_manifest
 from reshard.contents import StorageTable, to_metadata
 from reshard.coordination.channel import Channel
@@ -121,6 +121,7 @@ class SaveOperation:
         if self._job is None:
             self._job = self.prepare()
         job = self._job
+        refuse_dcp(job.planner, job.writer)
         channel, planner, writer = self.channel, job.planner, job.writer
         self.planner, self.writer = planner, writer
         state_dict = name_rank_values(job.state_dict, channel.rank, channel.world_size)
@@ -246,3 +247,15 @@ class SaveOperation:
         if self.metadata is None:
             raise RuntimeError("the save ended without metadata")
         return self.metadata
+
+
+def refuse_dcp(*objects: object) -> None:
+    """Raise for planners and storages that derive from those of DCP and not from ours."""
+    for used in objects:
+        for base in type(used).__mro__:
+            if base.__module__.startswith("torch.distributed.checkpoint"):
+                raise PlanError(
+                    f"{type(used).__name__} derives from {base.__module__}.{base.__qualname__}: "
+                    "derive it from the class of that name in reshard (under reshard.patch(), "
+                    "import the module that defines it after the patch)"
+                )

@@ -299,6 +299,7 @@ class _Load:
         self.channel = channel
         self.options = options
         self.report = LoadReport()
+        self.excluded: list[str] = []
         self.plan: LoadPlan
 
     def run(self) -> LoadReport:
@@ -352,7 +353,21 @@ class _Load:
         for key, value in self.state_dict.items():
             if _gives_template(value):
                 template = value.template_for(metadata, key, rank, world_size)
-                self.state_dict[key] = template
+                # Made from the checkpoint: what nobody wants of it must not be there at all.
+                self.state_dict[key] = self._without_excluded(template, key)
+
+    def _without_excluded(self, template: dict[str, Any], path: str) -> dict[str, Any]:
+        excludes = getattr(self.planner, "excludes", lambda name: False)
+        kept: dict[str, Any] = {}
+        for key, value in template.items():
+            name = f"{path}.{key}"
+            if type(value) is dict:
+                kept[key] = self._without_excluded(value, name)
+            elif excludes(name):
+                self.excluded.append(name)
+            else:
+                kept[key] = value
+        return kept
 
     def _give_back(self) -> None:
         """Hand loaded states to their owners, and put other values in their place."""
@@ -371,7 +386,7 @@ class _Load:
         excluded = getattr(self.planner, "excludes", lambda name: False)
         self.report.loaded = [n for n in wanted if n in stored and not excluded(n)]
         self.report.missing = [n for n in wanted if n not in stored and not excluded(n)]
-        self.report.excluded = [n for n in wanted if excluded(n)]
+        self.report.excluded = [*self.excluded, *(n for n in wanted if excluded(n))]
         # What other ranks stored of a value that differs by rank is not for this one.
         marked = tuple(".".join(map(str, path)) + ".rank-" for path in self.rank_values)
         unexpected = (name not in wanted and not name.startswith(marked) for name in self.stored)

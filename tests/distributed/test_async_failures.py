@@ -418,6 +418,7 @@ options = {"async_checkpointer_type": reshard.state_dict_saver.AsyncCheckpointer
 with open(f"{folder}/runs", "a") as file:
     file.write("once\\n")
 weight = torch.ones(3)
+reshard.prewarm({"weight": weight}, **options)
 reshard.async_save({"weight": weight}, checkpoint_id=f"{folder}/good", **options)
 reshard.async_save({"a": 1}, storage_writer=FailingWriter(f"{folder}/bad", 0), **options)
 weight.zero_()
@@ -467,6 +468,31 @@ def test_a_worker_knows_the_planners_and_errors_of_the_script_itself(tmp_path: P
 
     assert outcome.returncode == 0, outcome.stderr
     assert reshard.read_tensor(tmp_path, "w").tolist() == [2.0, 2.0]
+
+
+ENDS_AT_ONCE = """
+import reshard, torch
+from reshard.state_dict_saver import AsyncCheckpointerType
+
+class Planner(reshard.DefaultSavePlanner):
+    pass
+
+if __name__ == "__main__":
+    options = {"planner": Planner(), "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    reshard.async_save({"w": torch.ones(2)}, checkpoint_id=sys.argv[1], **options)
+"""
+
+
+@pytest.mark.xfail(
+    strict=True, reason="__main__ has no __file__ any more when the worker is told of the script"
+)
+def test_a_worker_that_starts_when_the_script_has_ended_knows_the_script_too(
+    tmp_path: Path,
+) -> None:
+    outcome = run_script(tmp_path, ENDS_AT_ONCE)
+
+    assert outcome.stderr == ""
+    assert reshard.read_tensor(tmp_path, "w").tolist() == [1.0, 1.0]
 
 
 SLOW_CALLBACK = """

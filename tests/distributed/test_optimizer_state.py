@@ -145,7 +145,6 @@ def save_and_load_fresh(box: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.xfail(strict=True, reason="the empty dict of states is not in the checkpoint")
 def test_an_fsdp1_optimizer_that_never_stepped_is_loaded_as_documented(tmp_path: Path) -> None:
     for found in run_ranks(2, save_and_load_fresh, tmp_path):
         assert found == {"untouched": 0, "state": {}, "rates": [0.3], "goes on": True}
@@ -325,16 +324,12 @@ def load_nested(box: Path, with_planner: bool) -> list[str]:
     return wrong
 
 
-def failing(reason: str) -> Any:
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 @pytest.mark.parametrize(
     "with_planner",
     [
-        pytest.param(False, marks=failing("a sharded tensor is asked whether it is true")),
+        False,
         # DCP takes such a planner, and does without it where offsets are needed.
-        pytest.param(True, marks=failing("a planner that is given does not know the offsets")),
+        True,
     ],
     ids=["no planner", "a planner is given"],
 )

@@ -163,11 +163,6 @@ def describe_themselves_under_a_patch(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "wrapped"])
-@pytest.mark.xfail(
-    strict=True,
-    reason="reshard.planner_helpers lacks _create_chunk_from_dtensor and "
-    "_create_write_items_for_dtensor, which DTensor imports when it is asked",
-)
 def test_dtensors_describe_themselves_under_a_patch(kind: str) -> None:
     run_ranks(2, describe_themselves_under_a_patch, kind)
 
@@ -186,9 +181,7 @@ def saves_and_loads_wrapped_shards(box: Path, patched: bool) -> None:
     "patched",
     [
         False,
-        pytest.param(
-            True, marks=pytest.mark.xfail(strict=True, reason="as above: DTensor's own imports")
-        ),
+        pytest.param(True),
     ],
     ids=["without", "under a patch"],
 )

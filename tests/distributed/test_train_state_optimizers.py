@@ -122,7 +122,6 @@ def save_in_subclass(box: Path) -> str:
     return "restored"
 
 
-@pytest.mark.xfail(strict=True, reason="the process dies: memory at address 0 is written to disk")
 def test_state_in_a_tensor_subclass_that_wraps_others_is_restored_or_refused_by_its_name(
     tmp_path: Path,
 ) -> None:

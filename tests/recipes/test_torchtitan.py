@@ -325,12 +325,7 @@ class OlderProgress(Stateful):
     "library",
     [
         DCP,
-        pytest.param(
-            "reshard",
-            marks=pytest.mark.xfail(
-                strict=True, reason="io.BytesIO has no typed encoding, so it is stored as a pickle"
-            ),
-        ),
+        pytest.param("reshard"),
     ],
 )
 def test_an_older_torchtitan_saves_and_loads_buffers(library: str, tmp_path: Path) -> None:

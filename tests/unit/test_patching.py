@@ -254,13 +254,7 @@ def attempt(path):
         f"from {DCP}.format_utils import dcp_to_torch_save",
         f"from {DCP}._fsspec_filesystem import FsspecWriter",
         f"import {DCP}._experimental",
-        pytest.param(
-            f"from {DCP}.hf_storage import HuggingFaceStorageWriter",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="modules of DCP that are loaded and have no counterpart are still found",
-            ),
-        ),
+        pytest.param(f"from {DCP}.hf_storage import HuggingFaceStorageWriter"),
     ],
 )
 def test_what_reshard_does_not_have_is_not_found_under_a_patch_and_found_again_after(
@@ -277,9 +271,6 @@ def import_after_a_patch(source: str) -> bool:
     return bool(imported(source))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the finder goes by reshard.__path__, and loads the module a second time"
-)
 def test_a_module_that_only_reshard_has_is_not_loaded_twice() -> None:
     run_alone(import_a_module_that_dcp_does_not_have)
 
@@ -308,9 +299,6 @@ def test_a_package_that_is_first_imported_under_a_patch_gets_reshard(
     assert somebody.store is reshard.save
 
 
-@pytest.mark.xfail(
-    strict=True, reason="undo does not look at modules of torch that were imported meanwhile"
-)
 def test_a_module_of_torch_that_is_first_imported_under_a_patch_has_its_own_names_after_it() -> (
     None
 ):
@@ -326,9 +314,6 @@ def import_a_module_of_torch() -> list[str]:
 
 
 @pytest.mark.parametrize("base", ["DefaultSavePlanner", "FileSystemWriter"])
-@pytest.mark.xfail(
-    strict=True, reason="fails with a KeyError or AssertionError about kinds of items"
-)
 def test_a_class_that_was_derived_from_dcp_before_the_patch_is_refused_by_name(
     base: str, package: Callable[[str], Any], tmp_path: Path
 ) -> None:
@@ -423,9 +408,6 @@ class ReadOnly(types.ModuleType):
         raise TypeError(f"{name} is read-only")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what was exchanged before the error stays so, and counts as a patch"
-)
 def test_a_patch_that_cannot_be_made_changes_nothing() -> None:
     run_alone(fail_to_patch)
 

@@ -11,6 +11,7 @@ know, and only read when the caller says so.
 from __future__ import annotations
 
 import datetime
+import io
 import math
 import pickle
 import re
@@ -40,6 +41,7 @@ class _Tag(IntEnum):
     COMPLEX = 6
     BYTEARRAY = 7
     ORDERED_MAP = 8
+    BUFFER = 9
     NUMPY_ARRAY = 16
     NUMPY_SCALAR = 17
     TORCH_SIZE = 32
@@ -183,6 +185,7 @@ _ENCODERS: dict[type, Any] = {
     frozenset: _elements(_Tag.FROZENSET),
     complex: lambda value, depth: _ext(_Tag.COMPLEX, (value.real, value.imag)),
     bytearray: lambda value, depth: _ext(_Tag.BYTEARRAY, bytes(value)),
+    io.BytesIO: lambda value, depth: _ext(_Tag.BUFFER, (value.getvalue(), value.tell())),
     torch.Size: lambda value, depth: _ext(_Tag.TORCH_SIZE, tuple(value)),
     torch.dtype: lambda value, depth: _ext(_Tag.TORCH_DTYPE, _dtype_name(value)),
     torch.device: lambda value, depth: _ext(_Tag.TORCH_DEVICE, str(value)),
@@ -247,6 +250,13 @@ def _bytes(content: Any) -> bytes:
     return bytes(content)
 
 
+def _to_buffer(content: Any) -> io.BytesIO:
+    data, position = content
+    buffer = io.BytesIO(_bytes(data))
+    buffer.seek(position)
+    return buffer
+
+
 def _folded(kind: Any, content: Any) -> Any:
     text, fold = content
     return kind.fromisoformat(text).replace(fold=fold)
@@ -280,6 +290,7 @@ _DECODERS: dict[_Tag, Any] = {
     _Tag.BIG_INT: lambda content: int.from_bytes(_bytes(content), "little", signed=True),
     _Tag.COMPLEX: lambda content: complex(*content),
     _Tag.BYTEARRAY: lambda content: bytearray(_bytes(content)),
+    _Tag.BUFFER: _to_buffer,
     _Tag.NUMPY_ARRAY: _to_array,
     _Tag.NUMPY_SCALAR: lambda content: _to_array(content)[()],
     _Tag.TORCH_SIZE: torch.Size,

@@ -37,7 +37,7 @@ def empty_like_parameter(
     if isinstance(parameter, ShardedTensor):
         inner = _nested(parameter)
         if math.prod(size) != 1 and size == parameter.size():
-            return _like_sharded(inner or parameter, dtype)
+            return _like_sharded(parameter if inner is None else inner, dtype)
         return torch.empty(size, dtype=dtype, device=_device_of(parameter))
     if isinstance(parameter, torch.Tensor):
         device = default_device() if parameter.is_meta else parameter.device

@@ -66,10 +66,10 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         set_model_state_dict(model, dict(state))
         return
     actual = {clean_name(model, name): name for name in model.state_dict()}
-    tensors = {**dict(_tensors(model))}
+    tensors = {clean_name(model, name): tensor for name, tensor in _tensors(model)}
     left: dict[str, Any] = {}
     for name, value in state.items():
-        own = tensors.get(actual.get(name, name))
+        own = tensors.get(name)
         if isinstance(value, torch.Tensor) and own is not None and own.is_meta:
             _replace(own, value)
         elif not isinstance(value, torch.Tensor) or own is None or not _same_memory(own, value):

@@ -26,6 +26,7 @@ __all__ = [
     "DTensorReader",
     "HeldShards",
     "LocalShard",
+    "check_memory",
     "describes_itself",
     "held_shards",
     "find_tensor_shard",
@@ -220,6 +221,18 @@ def shards_of_all_ranks(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ..
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one block of elements, rather than sparse or quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def check_memory(fqn: str, tensor: Any) -> None:
+    """Refuse a tensor subclass that has no memory of its own, which could only be misread."""
+    if type(tensor) in _PLAIN or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return
+    if tensor.numel() and tensor.data_ptr() == 0:
+        raise UnsupportedLayoutError(
+            f"{fqn!r} is a {type(tensor).__name__}, a tensor subclass without memory of its own: "
+            "save the tensors that it consists of, or give it torch's checkpointable protocol "
+            "(__create_write_items__ and so on)"
+        )
 
 
 def describes_itself(value: Any, method: str) -> bool:

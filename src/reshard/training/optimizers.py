@@ -145,7 +145,9 @@ class OptimizerStates:
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
         state, groups = loaded.get("state", {}), loaded.get("groups", {})
-        settings = {name: _settings(group) for group in groups.values() for name in group["params"]}
+        settings = {
+            name: _settings(group) for group in groups.values() for name in group.get("params", ())
+        }
         for part in self._parts:
             if part.fsdp1 is not None:
                 self._load_fsdp1(part, part.fsdp1, state, settings)

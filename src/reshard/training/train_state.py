@@ -72,6 +72,7 @@ class TrainState:
         self._extra = extra
         self._on_resize = on_resize
         self._states: OptimizerStates | None = None
+        self._names: list[list[str]] = []
         self.report = TrainReport()
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,8 +84,11 @@ class TrainState:
 
     def _model_state(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
+        self._names = []
         for prefix, model in self._models:
-            for name, value in model_state(model).items():
+            state = model_state(model)
+            self._names.append(list(state))
+            for name, value in state.items():
                 if prefix + name in merged:
                     raise CheckpointException(
                         f"two of the models have {name!r}: pass a dict of models, whose keys then "
@@ -146,12 +150,11 @@ class TrainState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was loaded."""
-        for prefix, model in self._models:
-            own = {
-                name.removeprefix(prefix): value
-                for name, value in state_dict["model"].items()
-                if name.startswith(prefix)
-            }
+        if not self._names:
+            self._model_state()
+        loaded = state_dict["model"]
+        for (prefix, model), names in zip(self._models, self._names, strict=True):
+            own = {name: loaded[prefix + name] for name in names if prefix + name in loaded}
             load_model_state(model, own)
         if self._optimizers and "optimizer" in state_dict:
             states = self._states or OptimizerStates(self._models, self._optimizers)
@@ -179,10 +182,15 @@ def _by_prefix(
 ) -> list[tuple[str, nn.Module]]:
     """Models, each with the prefix of its names."""
     if isinstance(model, nn.Module):
-        return [("", model)]
+        return [("", _unwrapped(model))]
     if isinstance(model, Mapping):
-        return [(f"{key}.", each) for key, each in model.items()]
-    return [("", each) for each in model]
+        return [(f"{key}.", _unwrapped(each)) for key, each in model.items()]
+    return [("", _unwrapped(each)) for each in model]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    # torch removes the prefix of other wrappers, but not of this one.
+    return model.module if isinstance(model, nn.DataParallel) else model
 
 
 def _closed(value: Any) -> tuple[Any]:
