@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp import ShardedOptimStateDictConfig as OptimConfig
 from torch.distributed.fsdp import ShardedStateDictConfig as ModelConfig
@@ -63,7 +67,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Take over a state that was loaded into what `model_state` returned, or replaced it."""
     if is_fsdp1(model):
-        set_model_state_dict(model, dict(state))
+        # Which keys must be there was decided before the load.
+        set_model_state_dict(model, dict(state), options=StateDictOptions(strict=False))
         return
     actual = {clean_name(model, name): name for name in model.state_dict()}
     tensors = {clean_name(model, name): tensor for name, tensor in _tensors(model)}
