@@ -72,6 +72,32 @@ def test_a_storage_that_fails_on_one_rank_is_named_on_all_and_the_next_save_work
     assert outcomes == [(("CheckpointException", {1: "rank 1 has no space left"}), 1.0, 3.0)] * 2
 
 
+class LockedWriter(reshard.FileSystemWriter):
+    """A writer that cannot be sent to a worker."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.lock = threading.Lock()
+
+
+def give_the_worker_of_rank_1_what_cannot_be_sent(folder: str) -> Any:
+    writer = (LockedWriter if dist.get_rank() == 1 else reshard.FileSystemWriter)(folder)
+    return told(
+        reshard.async_save(
+            values(1.0), storage_writer=writer, async_checkpointer_type=PROCESS
+        ).exception(SECONDS)
+    )
+
+
+def test_what_cannot_be_sent_to_a_worker_is_named_on_all_ranks(tmp_path: Path) -> None:
+    there, here = run_ranks(2, give_the_worker_of_rank_1_what_cannot_be_sent, str(tmp_path))
+
+    for outcome in (there, here):
+        assert outcome[0] == "CheckpointException"
+        assert list(outcome[1]) == [1]
+        assert "lock" in outcome[1][1]
+
+
 def ignore_failures(folder: str, kind: AsyncCheckpointerType) -> dict[str, Any]:
     """What is raised by what comes after a failure that nobody looked at, and again after it."""
     place, elsewhere = f"{folder}/place", f"{folder}/elsewhere"
@@ -268,12 +294,7 @@ def die_between_saves(folder: str, kind: AsyncCheckpointerType) -> Any:
     "kind",
     [
         THREAD,
-        pytest.param(
-            PROCESS,
-            marks=pytest.mark.xfail(
-                strict=True, reason="a trainer that dies before it calls has no card in a meeting"
-            ),
-        ),
+        PROCESS,
     ],
     ids=["thread", "process"],
 )
@@ -483,9 +504,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.xfail(
-    strict=True, reason="__main__ has no __file__ any more when the worker is told of the script"
-)
 def test_a_worker_that_starts_when_the_script_has_ended_knows_the_script_too(
     tmp_path: Path,
 ) -> None:

@@ -258,10 +258,11 @@ def _say(text: str) -> None:
 
 
 def _again(future: SaveFuture, error: BaseException) -> CheckpointException:
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    again = CheckpointException(
-        f"the background save to {future.place!r} failed earlier: {error}", dict(failures)
-    )
+    earlier = f"the background save to {future.place!r} failed earlier"
+    if isinstance(error, CheckpointException) and error.failures:
+        # They say all that there is to say; as a cause it would all be printed again.
+        return CheckpointException(earlier, error.failures)
+    again = CheckpointException(f"{earlier}: {error}")
     again.__cause__ = error
     return again
 

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from reshard.api import CheckpointException, _wrap_exception
 from reshard.background.backlog import SaveFuture, WhenBusy, backlog, place_of
 from reshard.background.handover import pack, unpack
-from reshard.background.worker import FailedThere, Request, Worker, main_module
+from reshard.background.worker import FailedThere, Request, Worker, describe_script, main_module
 from reshard.coordination.channel import Channel, SoloChannel
 from reshard.coordination.meeting import Meeting, call_meeting
 from reshard.default_planner import DefaultSavePlanner, PlanCache
@@ -66,6 +68,7 @@ class BackgroundSave:
             if self.in_process:
                 # First of all: from now on the others can tell whether this rank is there.
                 self._meeting = call_meeting(self.channel)
+                worker_of_this_process().learn_script()
             place = self._place()
             log.raise_unseen()
             log.admit(when_busy)
@@ -186,7 +189,11 @@ class BackgroundSave:
             raise error.reason from None
         except BaseException as error:
             meeting.excuse(self.channel, _reason(error))
-            raise
+            if isinstance(error, CheckpointException) or not isinstance(error, Exception):
+                raise
+            # As it would be if this process had saved by itself.
+            failures = {self.channel.rank: _wrap_exception(error)}
+            raise CheckpointException("handing the state to the worker", failures) from error
         finally:
             if copied is not None:
                 copied.release()
@@ -242,6 +249,12 @@ class WorkerKeeper:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._worker: Worker | None = None
+        self._script: dict[str, Any] = {}
+
+    def learn_script(self) -> None:
+        """Look at the script that runs now, for a worker that may be started when it has ended."""
+        self._forget_after_fork()
+        self._script = describe_script()
 
     def start(self) -> Worker:
         """The worker, running or on its way."""
@@ -251,7 +264,7 @@ class WorkerKeeper:
                 self._worker.stop()
                 self._worker = None
             if self._worker is None:
-                self._worker = Worker(_serve)
+                self._worker = Worker(_serve, self._script or describe_script())
                 backlog().on_close(self.stop)
             return self._worker
 

@@ -32,7 +32,7 @@ from reshard.coordination.meeting import Meeting
 from reshard.engine.segments import Segment, map_segment
 from reshard.metadata import Metadata
 
-__all__ = ["FailedThere", "Request", "Worker"]
+__all__ = ["FailedThere", "Request", "Worker", "describe_script"]
 
 _LAST_WORDS_BYTES = 4000
 _STOP_SECONDS = 10.0
@@ -64,10 +64,21 @@ class FailedThere(Exception):  # noqa: N818 - not an error of its own, but the w
         self.reason = reason
 
 
+def describe_script() -> dict[str, Any]:
+    """What a worker must know to find the classes of the script that runs here.
+
+    To be asked while the script runs: when it has ended, it has forgotten its own file.
+    """
+    script = multiprocessing.spawn.get_preparation_data("reshard-worker")
+    # Meant for connections of multiprocessing itself, and not to be sent.
+    script.pop("authkey", None)
+    return script
+
+
 class Worker:
     """The trainer's side. Used by one thread at a time."""
 
-    def __init__(self, serve: Serve) -> None:
+    def __init__(self, serve: Serve, script: dict[str, Any]) -> None:
         # Not through multiprocessing, which refuses in a process that is a daemon itself, and
         # imports the user's main module even if nothing in it is needed.
         ours, theirs = socket.socketpair()
@@ -89,15 +100,9 @@ class Worker:
             target=self._listen, name="reshard-worker-stderr", daemon=True
         )
         self._listener.start()
-        self._introduce(serve)
-
-    def _introduce(self, serve: Serve) -> None:
-        circumstances = multiprocessing.spawn.get_preparation_data("reshard-worker")
-        # Meant for connections of multiprocessing itself, and not to be sent.
-        circumstances.pop("authkey", None)
         with contextlib.suppress(OSError):
             # A worker that is dead already is noticed by the save.
-            self._pipe.send(circumstances)
+            self._pipe.send(script)
             self._pipe.send(serve)
 
     @property

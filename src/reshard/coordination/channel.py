@@ -114,6 +114,8 @@ class StoreChannel:
     world_size: int
     coordinator: int = 0
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    standing_cards: str = ""
+    """Where to look for the card of a rank that has none in `group` yet."""
     origin: Any = None
     """What must not go away while the channel is used: it may be the store's server."""
 
@@ -271,7 +273,10 @@ class StoreChannel:
         self.store.set(f"{self.name}/pulse/{self.rank}", beat)
 
     def _card_of(self, rank: int) -> str:
-        return self._read(f"{self.group}/card/{rank}")
+        card = self._read(f"{self.group}/card/{rank}")
+        if not card and self.standing_cards:
+            card = self._read(f"{self.standing_cards}/card/{rank}")
+        return card
 
     def _pulse_of(self, rank: int) -> str:
         return self._read(f"{self.name}/pulse/{rank}")

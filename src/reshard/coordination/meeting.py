@@ -26,6 +26,7 @@ class Meeting:
     """One operation of workers. Can be sent to a worker; `open` is for there."""
 
     address: tuple[str, str, int] | None
+    trainers: str
     name: str
     rank: int
     world_size: int
@@ -38,8 +39,10 @@ class Meeting:
             return SoloChannel()
         return StoreChannel(
             store=_connect(self.address),
-            # Workers come and go: each operation has cards of its own.
+            # Workers come and go: each operation has cards of its own. Until a worker comes,
+            # the card of its trainer tells whether it still can.
             group=self.name,
+            standing_cards=self.trainers,
             name=self.name,
             rank=self.rank,
             world_size=self.world_size,
@@ -60,21 +63,20 @@ class Meeting:
 
 
 def call_meeting(channel: Channel) -> Meeting:
-    """A meeting of workers in place of `channel`, which is then not used.
-
-    Until its worker comes, the trainer's own card tells the others whether it still can.
-    """
+    """A meeting of workers in place of `channel`, which is then not used."""
     if not isinstance(channel, StoreChannel):
-        return Meeting(None, "", 0, 1, 0, 0.0)
+        return Meeting(None, "", "", 0, 1, 0, 0.0)
     store = _without_prefix(channel.store)
     address = _address_of(store)
     # A store may outlive the ranks, and then sees the same names again after a restart.
     token = channel.store.compare_set(f"{channel.group}/workers", "", uuid.uuid4().hex).decode()
-    name = f"reshard-workers/{token}/{channel.name.rpartition('/')[2]}"
-    store.set(f"{name}/card/{channel.rank}", make_card())
+    trainers = f"reshard-workers/{token}"
+    # It stays, like those of ranks that save by themselves.
+    store.set(f"{trainers}/card/{channel.rank}", make_card())
     return Meeting(
         address=address,
-        name=name,
+        trainers=trainers,
+        name=f"{trainers}/{channel.name.rpartition('/')[2]}",
         rank=channel.rank,
         world_size=channel.world_size,
         coordinator=channel.coordinator,
