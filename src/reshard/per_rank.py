@@ -52,13 +52,13 @@ def name_rank_values(state_dict: STATE_DICT_TYPE, rank: int, world_size: int) ->
 
 def choose_rank_values(
     state_dict: STATE_DICT_TYPE, rank: int, world_size: int, stored: Mapping[str, Any]
-) -> tuple[STATE_DICT_TYPE, dict[tuple[Any, ...], str]]:
+) -> tuple[STATE_DICT_TYPE, dict[tuple[Any, ...], str | None]]:
     """`state_dict` with each marked value under the name it is stored by.
 
-    Also which name was chosen at which path, to find the loaded values again. Values that
-    are dropped are left out.
+    Also which name was chosen at which path, to find the loaded values again: None for
+    values that are dropped, which are left out.
     """
-    chosen: dict[tuple[Any, ...], str] = {}
+    chosen: dict[tuple[Any, ...], str | None] = {}
 
     def choose(path: tuple[Any, ...], mark: PerRank) -> Any:
         prefix = ".".join(map(str, path))
@@ -68,6 +68,7 @@ def choose_rank_values(
                 chosen[path] = key
                 return {key: mark.value}
         if mark.on_resize == "drop":
+            chosen[path] = None
             return {}
         raise CheckpointException(
             f"{prefix!r} differs by rank, and the checkpoint was not saved by {world_size} ranks. "

@@ -354,26 +354,19 @@ class _Load:
             if _gives_template(value):
                 template = value.template_for(metadata, key, rank, world_size)
                 # Made from the checkpoint: what nobody wants of it must not be there at all.
-                self.state_dict[key] = self._without_excluded(template, key)
-
-    def _without_excluded(self, template: dict[str, Any], path: str) -> dict[str, Any]:
-        excludes = getattr(self.planner, "excludes", lambda name: False)
-        kept: dict[str, Any] = {}
-        for key, value in template.items():
-            name = f"{path}.{key}"
-            if type(value) is dict:
-                kept[key] = self._without_excluded(value, name)
-            elif excludes(name):
-                self.excluded.append(name)
-            else:
-                kept[key] = value
-        return kept
+                excludes = getattr(self.planner, "excludes", lambda name: False)
+                self.state_dict[key] = _without(template, key, excludes, self.excluded)
 
     def _give_back(self) -> None:
         """Hand loaded states to their owners, and put other values in their place."""
         if self.state_dict is not self.original:
             for key, value in sorted(self.original.items()):
-                if is_stateful(value):
+                if _gives_template(value):
+                    # Where the checkpoint has nothing, there may be memory that nothing filled.
+                    missing = set(self.report.missing)
+                    loaded = _without(self.state_dict[key], key, missing.__contains__, [])
+                    value.load_state_dict(loaded)
+                elif is_stateful(value):
                     value.load_state_dict(self.state_dict[key])
                 else:
                     self.original[key] = self.state_dict[key]
@@ -443,11 +436,28 @@ def _gives_template(value: Any) -> bool:
     return is_stateful(value) and hasattr(type(value), "template_for")
 
 
+def _without(
+    template: dict[str, Any], path: str, unwanted: Callable[[str], bool], left_out: list[str]
+) -> dict[str, Any]:
+    """`template`, which is at `path`, without what has an unwanted name; those are noted."""
+    kept: dict[str, Any] = {}
+    for key, value in template.items():
+        name = f"{path}.{key}"
+        if type(value) is dict:
+            kept[key] = _without(value, name, unwanted, left_out)
+        elif unwanted(name):
+            left_out.append(name)
+        else:
+            kept[key] = value
+    return kept
+
+
 def _unmarked(
-    original: Any, loaded: Any, path: tuple[Any, ...], chosen: Mapping[tuple[Any, ...], str]
+    original: Any, loaded: Any, path: tuple[Any, ...], chosen: Mapping[tuple[Any, ...], str | None]
 ) -> Any:
     if isinstance(original, PerRank):
-        return loaded[chosen[path]] if path in chosen else original.value
+        key = chosen[path]
+        return original.value if key is None else loaded[key]
     if isinstance(original, dict) and original is not loaded:
         return {
             key: _unmarked(inner, loaded[key], (*path, key), chosen)

@@ -385,7 +385,6 @@ def test_optimizer_state_that_is_excluded_stays_as_it_is(full: Path) -> None:
     assert (len(optimizer.state), optimizer.param_groups[0]["lr"]) == (0, 0.7)
 
 
-@pytest.mark.xfail(strict=True, reason="memory that was not filled becomes state")
 def test_excluded_state_that_an_optimizer_does_not_have_is_not_made_up(full: Path) -> None:
     model = small_model(1)
     optimizer = adamw(model.parameters())

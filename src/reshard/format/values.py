@@ -16,6 +16,7 @@ import math
 import pickle
 import re
 from collections import OrderedDict
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 
 from reshard.api import CorruptCheckpointError, UnsafeValueError
 
-__all__ = ["MAGIC", "decode_value", "encode_value", "is_pickled"]
+__all__ = ["MAGIC", "Whole", "decode_value", "encode_value", "is_pickled"]
 
 MAGIC = b"RSV1"
 TAGGED, PICKLED = b"M", b"P"
@@ -54,6 +55,16 @@ class _Tag(IntEnum):
     TIMEDELTA = 51
 
 
+@dataclass(frozen=True)
+class Whole:
+    """Marks a value that is stored and replaced as one, tensors in it included.
+
+    It is stored, and comes back, as a tuple of one element.
+    """
+
+    value: Any
+
+
 class _Unknown(Exception):  # noqa: N818 - control flow, never seen by a user
     """The tagged encoding has no form for a value."""
 
@@ -63,6 +74,8 @@ def encode_value(value: Any) -> bytes:
     try:
         return MAGIC + TAGGED + msgspec.msgpack.encode(_to_tree(value, 0))
     except (_Unknown, UnicodeEncodeError):
+        if isinstance(value, Whole):
+            value = (value.value,)
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         name = msgspec.msgpack.encode(kind[:200])
         return b"".join([MAGIC, PICKLED, name, pickle.dumps(value, protocol=4)])
@@ -180,6 +193,7 @@ def _elements(tag: _Tag) -> Any:
 
 
 _ENCODERS: dict[type, Any] = {
+    Whole: lambda value, depth: _ext(_Tag.TUPLE, [_to_tree(value.value, depth + 1)]),
     OrderedDict: lambda value, depth: _ext(_Tag.ORDERED_MAP, _pairs(value, depth)),
     set: _elements(_Tag.SET),
     frozenset: _elements(_Tag.FROZENSET),

@@ -126,3 +126,16 @@ def load_fsdp1_optimizer_state(
     with _sharded(model):
         flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
     optimizer.load_state_dict(flat)
+    _undo_casts(optimizer, flat)
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """Give state the precision that it was loaded with: it was cast to that of the parameter."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    keys = (key for group in loaded["param_groups"] for key in group["params"])
+    for parameter, key in zip(parameters, keys, strict=True):
+        state = optimizer.state.get(parameter, {})
+        for name, value in loaded["state"].get(key, {}).items():
+            cast = state.get(name)
+            if isinstance(value, torch.Tensor) and cast.dtype is not value.dtype:
+                state[name] = value.to(cast.device)

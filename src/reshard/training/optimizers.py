@@ -2,14 +2,15 @@
 
 State is kept as `state / parameter / name`, and parameter groups as `groups / key`, where
 the key is made from the names of the parameters in the group: stages of a pipeline, which
-have parameters of their own, add their groups to the same checkpoint.
+have parameters of their own, add their groups to the same checkpoint. State of an optimizer
+as a whole is kept as `common / key / name`, with a key made from all of its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import xxhash
@@ -17,7 +18,7 @@ from torch import nn
 
 from reshard.api import CheckpointException
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from reshard.tensors.flatten import StatePath, set_element
+from reshard.tensors.flatten import StatePath, flatten_state_dict, get_element, set_element
 from reshard.tensors.likeness import empty_like_parameter
 from reshard.tensors.modules import (
     fsdp1_optimizer_state,
@@ -28,6 +29,8 @@ from reshard.tensors.modules import (
 )
 
 __all__ = ["OptimizerReport", "OptimizerStates"]
+
+_Entry: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
 
 
 @dataclass
@@ -51,6 +54,33 @@ class _Part:
     @property
     def fsdp1(self) -> nn.Module | None:
         return next((model for model in self.models if is_fsdp1(model)), None)
+
+    @property
+    def key(self) -> str:
+        """The same for optimizers that have parameters of the same names."""
+        return _names_key(self.names.values())
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What the optimizer keeps for itself, rather than for a parameter."""
+        state: Mapping[Any, Any] = self.optimizer.state
+        own = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        for key in own:
+            if not isinstance(key, str):
+                raise CheckpointException(
+                    f"the optimizer keeps state under {key!r}, a {type(key).__name__}: only state "
+                    "of parameters, or under a string, can be stored"
+                )
+        return own
+
+
+@dataclass
+class _Home:
+    """A parameter, and the state that it has already."""
+
+    parameter: Any
+    values: dict[str, Any]
+    steps_on_device: bool
 
 
 class OptimizerStates:
@@ -103,8 +133,9 @@ class OptimizerStates:
             state |= {name: values for name, values in found["state"].items() if values}
             for group in found["param_groups"]:
                 names = sorted(group["params"])
-                groups[_group_key(names)] = {"params": names, **_settings(group)}
-        return {"state": state, "groups": groups}
+                groups[_names_key(names)] = {"params": names, **_settings(group)}
+        common = {part.key: part.common for part in self._parts if part.common}
+        return {"state": state, "groups": groups} | ({"common": common} if common else {})
 
     # Loading
 
@@ -115,11 +146,18 @@ class OptimizerStates:
         """
         self.report = OptimizerReport()
         template: dict[str, Any] = {"state": {}, "groups": {}}
-        known = {name: values for part in self._parts for name, values in self._homes(part)}
-        missing = {f"{name}.{key}" for name, (_, values) in known.items() for key in values}
+        known = {name: home for part in self._parts for name, home in self._homes(part)}
+        missing = {f"{name}.{key}" for name, home in known.items() for key in home.values}
+        common = {part.key: part.common for part in self._parts}
+        missing |= {key for keys in common.values() for key in keys}
         for path, entry in _entries_below(metadata, prefix):
             if path[0] == "groups":
                 set_element(template, path, _placeholder(entry))
+                continue
+            if path[0] == "common" and path[1] in common:
+                missing.discard(str(path[2]))
+                existing = get_element(common[str(path[1])], path[2:])
+                set_element(template, path, _fitting(existing, entry, _placeholder))
                 continue
             label = ".".join(map(str, path[1:]))
             home = known.get(str(path[1]))
@@ -132,25 +170,31 @@ class OptimizerStates:
         self.report.missing = sorted(missing)
         return template
 
-    def _homes(self, part: _Part) -> Iterator[tuple[str, tuple[Any, dict[str, Any]]]]:
+    def _homes(self, part: _Part) -> Iterator[tuple[str, _Home]]:
         """Each parameter by name, and the state that it has already."""
         if part.fsdp1 is not None:
             state = fsdp1_optimizer_state(part.fsdp1, part.optimizer)["state"]
             for name, parameter in model_state(part.fsdp1).items():
-                yield name, (parameter, dict(state.get(name, {})))
+                yield name, _Home(parameter, dict(state.get(name, {})), False)
             return
-        for parameter in _parameters(part.optimizer):
-            state = part.optimizer.state.get(parameter, {})
-            yield part.names[parameter], (parameter, dict(state))
+        for group in part.optimizer.param_groups:
+            # As torch does it: counted on the CPU, unless kernels of the device count.
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                values = dict(part.optimizer.state.get(parameter, {}))
+                yield part.names[parameter], _Home(parameter, values, on_device)
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
         state, groups = loaded.get("state", {}), loaded.get("groups", {})
+        self._forget_what_was_left_out(state)
         settings = {
             name: _settings(group) for group in groups.values() for name in group.get("params", ())
         }
         for part in self._parts:
             if part.fsdp1 is not None:
+                common = part.common | loaded.get("common", {}).get(part.key, {})
                 self._load_fsdp1(part, part.fsdp1, state, settings)
+                part.optimizer.state.update(common)
                 continue
             for parameter in _parameters(part.optimizer):
                 values = state.get(part.names[parameter])
@@ -162,6 +206,7 @@ class OptimizerStates:
             for group in part.optimizer.param_groups:
                 names = [part.names[p] for p in group["params"]]
                 group.update(self._settings_for(names, settings))
+            part.optimizer.state.update(loaded.get("common", {}).get(part.key, {}))
 
     def _load_fsdp1(
         self, part: _Part, model: nn.Module, state: Mapping[str, Any], settings: Mapping[str, Any]
@@ -170,8 +215,15 @@ class OptimizerStates:
         for group in current["param_groups"]:
             group.update(self._settings_for(list(group["params"]), settings))
         names = {name for group in current["param_groups"] for name in group["params"]}
-        current["state"] = {name: values for name, values in state.items() if name in names}
+        # All of it is replaced: what the checkpoint does not have is given as it is.
+        merged = {name: {**current["state"].get(name, {}), **state.get(name, {})} for name in names}
+        current["state"] = {name: values for name, values in merged.items() if values}
         load_fsdp1_optimizer_state(model, part.optimizer, current)
+
+    def _forget_what_was_left_out(self, state: Mapping[str, Any]) -> None:
+        """Take what the caller did not want to load from the list of what was restored."""
+        there = set(flatten_state_dict(state)[0])
+        self.report.restored = [label for label in self.report.restored if label in there]
 
     def _settings_for(
         self, names: Sequence[str], settings: Mapping[str, dict[str, Any]]
@@ -191,7 +243,10 @@ class OptimizerStates:
 def _by_name(part: _Part) -> dict[str, Any]:
     """State and groups of one optimizer, with names in place of parameters."""
     if part.fsdp1 is not None:
-        return fsdp1_optimizer_state(part.fsdp1, part.optimizer)
+        found = fsdp1_optimizer_state(part.fsdp1, part.optimizer)
+        known = {name for group in found["param_groups"] for name in group["params"]}
+        found["state"] = {n: values for n, values in found["state"].items() if n in known}
+        return found
     optimizer, names = part.optimizer, part.names
     return {
         "state": {names[p]: dict(optimizer.state.get(p, {})) for p in _parameters(optimizer)},
@@ -210,13 +265,11 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _group_key(names: Sequence[str]) -> str:
+def _names_key(names: Iterable[str]) -> str:
     return xxhash.xxh3_64_hexdigest("\n".join(sorted(names)).encode())
 
 
-def _entries_below(
-    metadata: Metadata, prefix: StatePath
-) -> Iterator[tuple[StatePath, TensorStorageMetadata | BytesStorageMetadata]]:
+def _entries_below(metadata: Metadata, prefix: StatePath) -> Iterator[tuple[StatePath, _Entry]]:
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     below = ".".join(map(str, prefix)) + "."
     for name, entry in metadata.state_dict_metadata.items():
@@ -225,32 +278,41 @@ def _entries_below(
         path = paths.get(name)
         if path is not None and tuple(path[: len(prefix)]) == tuple(prefix):
             yield tuple(path[len(prefix) :]), entry
-        elif path is None and name.startswith(f"{below}state."):
-            # Renamed on the way: the last part is the state's name, what is before it the
-            # parameter's.
-            parameter, _, key = name.removeprefix(f"{below}state.").rpartition(".")
-            yield ("state", parameter, key), entry
+        elif path is None:
+            yield _guessed_path(name.removeprefix(below)), entry
 
 
-def _placeholder(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+def _guessed_path(name: str) -> StatePath:
+    """The path of an entry that was renamed on the way, and so has none of its own.
+
+    Names of parameters have dots; of what is below them only one part is taken.
+    """
+    kind, _, rest = name.partition(".")
+    first, _, last = rest.rpartition(".") if kind == "state" else rest.partition(".")
+    return kind, first, last
+
+
+def _placeholder(entry: _Entry) -> Any:
     if isinstance(entry, BytesStorageMetadata):
         return None
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _target(
-    entry: TensorStorageMetadata | BytesStorageMetadata,
-    home: tuple[Any, dict[str, Any]],
-    path: StatePath,
-) -> Any:
-    """Where a stored state goes: to the one that is there, or to new memory like it."""
-    parameter, values = home
-    existing: Any = values
-    for key in path:
-        existing = existing.get(key) if isinstance(existing, Mapping) else None
+def _fitting(existing: Any, entry: _Entry, make: Callable[[TensorStorageMetadata], Any]) -> Any:
+    """Where something stored goes: to what is there, or to new memory."""
     if isinstance(entry, BytesStorageMetadata):
         return existing
-    if isinstance(existing, torch.Tensor) and existing.size() == entry.size:
-        return existing
-    made = empty_like_parameter(parameter, entry.size, entry.properties.dtype)
-    return made if made is not None else _placeholder(entry)
+    fits = isinstance(existing, torch.Tensor) and existing.size() == entry.size
+    return existing if fits else make(entry)
+
+
+def _target(entry: _Entry, home: _Home, path: StatePath) -> Any:
+    """Where a state of a parameter goes."""
+
+    def make(entry: TensorStorageMetadata) -> Any:
+        if path[-1] == "step" and not entry.size and not home.steps_on_device:
+            return _placeholder(entry)
+        made = empty_like_parameter(home.parameter, entry.size, entry.properties.dtype)
+        return made if made is not None else _placeholder(entry)
+
+    return _fitting(get_element(home.values, path), entry, make)

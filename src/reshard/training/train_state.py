@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from reshard.api import CheckpointException
+from reshard.format.values import Whole
 from reshard.metadata import Metadata
 from reshard.per_rank import OnResize, PerRank, per_rank
 from reshard.stateful import is_stateful
@@ -27,11 +28,13 @@ logger = logging.getLogger(__name__)
 class TrainReport:
     """What the last load of a `TrainState` found, beyond the model.
 
-    `missing` are parts that the checkpoint does not have, `dropped` those that were left
-    as they are because the number of ranks changed.
+    `missing` are parts that the checkpoint does not have, `unexpected` those that only the
+    checkpoint has, `dropped` those that were left as they are because the number of ranks
+    changed.
     """
 
     missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     optimizer: OptimizerReport = field(default_factory=OptimizerReport)
 
@@ -100,9 +103,11 @@ class TrainState:
     def _other_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
         if self._schedulers is not None:
-            state["scheduler"] = _closed([s.state_dict() for s in self._all_schedulers()])
+            state["scheduler"] = {
+                str(i): Whole(each.state_dict()) for i, each in enumerate(self._all_schedulers())
+            }
         if self._dataloader is not None:
-            state["dataloader"] = per_rank(_closed(self._dataloader.state_dict()), self._on_resize)
+            state["dataloader"] = per_rank(Whole(self._dataloader.state_dict()), self._on_resize)
         if self._rng:
             state["rng"] = per_rank(random_state(), self._on_resize)
         if self._extra is not None:
@@ -137,14 +142,18 @@ class TrainState:
                 self.report.missing.append(part)
                 continue
             template[part] = value
-            own = f"{part}.rank-{rank}-of-{world_size}"
+            saved_by = f"{part}.rank-{rank}-of-{world_size}"
             if (
                 isinstance(value, PerRank)
                 and value.on_resize == "drop"
-                and own not in {".".join(name.split(".")[:2]) for name in stored}
+                and saved_by not in {".".join(name.split(".")[:2]) for name in stored}
             ):
                 self.report.dropped.append(part)
-        if self.report.missing or self.report.dropped:
+        if self._schedulers is not None:
+            own = {f"scheduler.{i}" for i in range(len(self._all_schedulers()))}
+            found = {name for name in stored if name.startswith("scheduler.")}
+            self.report.unexpected = sorted(found - own)
+        if self.report.missing or self.report.unexpected or self.report.dropped:
             logger.warning("loading %r: %s", key, self.report)
         return template
 
@@ -161,19 +170,20 @@ class TrainState:
             states.load_state_dict(state_dict["optimizer"])
             self._states = None
         if "scheduler" in state_dict:
-            for scheduler, state in zip(
-                self._all_schedulers(), _opened(state_dict["scheduler"]), strict=True
-            ):
-                scheduler.load_state_dict(state)
+            for i, scheduler in enumerate(self._all_schedulers()):
+                if str(i) in state_dict["scheduler"]:
+                    scheduler.load_state_dict(_opened(state_dict["scheduler"][str(i)]))
         if "dataloader" in state_dict and "dataloader" not in self.report.dropped:
-            self._dataloader.load_state_dict(_opened(state_dict["dataloader"]))
+            self._dataloader.load_state_dict(_opened(_unmarked(state_dict["dataloader"])))
         if "rng" in state_dict and "rng" not in self.report.dropped:
-            restore_random_state(state_dict["rng"])
+            restore_random_state(_unmarked(state_dict["rng"]))
         for key, value in state_dict.get("extra", {}).items():
             current = (self._extra or {}).get(key)
             if is_stateful(current):
                 current.load_state_dict(value)  # type: ignore[union-attr]
             elif self._extra is not None:
+                if isinstance(current, PerRank) and not isinstance(value, PerRank):
+                    value = current.__replace_value__(value)
                 self._extra[key] = value
 
 
@@ -193,10 +203,11 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.DataParallel) else model
 
 
-def _closed(value: Any) -> tuple[Any]:
-    """`value` as one thing that is stored and replaced as a whole, whatever is in it."""
-    return (value,)
+def _unmarked(value: Any) -> Any:
+    """A value of this rank, from a checkpoint or as it was."""
+    return value.value if isinstance(value, PerRank) else value
 
 
-def _opened(value: Sequence[Any]) -> Any:
-    return value[0]
+def _opened(loaded: Whole | Sequence[Any]) -> Any:
+    """A value that was marked as whole, from a checkpoint or as it was."""
+    return loaded.value if isinstance(loaded, Whole) else loaded[0]
