@@ -6,10 +6,7 @@ take turns in the same processes, and the best of several rounds counts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import shutil
 import tempfile
 import threading
@@ -21,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import DOCS, JOBS, options, record, run_ranks, timed
 from rich.console import Console
 from rich.table import Table
-from save_load import DOCS, JOBS, Shard, leaves, make_state, run_ranks, timed
+from save_load import Shard, leaves, make_state
 
 import reshard
 from reshard.background.saves import worker_of_this_process
@@ -231,7 +229,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.8 + 0.4 * len(found)), layout="constrained")
     for position, (name, ratio) in enumerate(found.items()):
         axes.barh(position, ratio, 0.6, color="#1f77b4")
-        axes.text(ratio, position, f" {ratio:.2f}", va="center", size=8)
+        axes.text(ratio, position, f"{ratio:.2f} ", va="center", ha="right", color="white", size=8)
         axes.plot([BARS[name]] * 2, [position - 0.4, position + 0.4], color="#d62728")
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()
@@ -269,15 +267,10 @@ def main(size: int, jobs: list[str]) -> None:
                 }
     show(console, results)
     if jobs == list(OWN_JOBS):
-        about = {"python": platform.python_version(), "torch": torch.__version__}
-        everything = about | results | {"ratios": ratios(results)}
-        (DOCS / "async_save.json").write_text(json.dumps(everything, indent=2) + "\n")
+        record("async_save", results | {"ratios": ratios(results)})
         plot(results, DOCS / "async_save.png")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=3000)
-    parser.add_argument("--jobs", nargs="*", default=list(OWN_JOBS))
-    options = parser.parse_args()
-    main(options.megabytes, options.jobs)
+    chosen = options(__doc__, OWN_JOBS)
+    main(chosen.megabytes, chosen.jobs)

@@ -7,14 +7,9 @@ the machine may be shared, so only ratios within one run mean anything.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import shutil
-import socket
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
+from harness import DOCS, JOBS, options, record, run_ranks, timed
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard
 
-HERE = Path(__file__)
-DOCS = HERE.parent.parent / "docs" / "benchmarks"
 BLOCK = 8 << 20
 
 
@@ -161,15 +153,6 @@ LOADERS = {
 }
 
 
-def timed(work: Callable[[], Any]) -> float:
-    """Seconds until the slowest rank is done."""
-    dist.barrier()
-    begin = time.perf_counter()
-    work()
-    dist.barrier()
-    return time.perf_counter() - begin
-
-
 def take_turns(
     works: dict[str, Callable[[dict[str, Any], Path], None]],
     state: dict[str, Any],
@@ -190,25 +173,6 @@ def take_turns(
             took = timed(lambda work=work, path=path: work(state, path))  # type: ignore[misc]
             best[name] = min(best.get(name, took), took)
     return best
-
-
-def ranks_main(
-    rank: int, world_size: int, port: int, job: str, box: Path, size: int, out: Path
-) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
-    results = JOBS[job](mesh, box, size)
-    if rank == 0:
-        out.write_text(json.dumps(results))
-    dist.destroy_process_group()
 
 
 def same_layout(mesh: Any, box: Path, size: int) -> dict[str, Any]:
@@ -267,7 +231,7 @@ def tiny_tensors(mesh: Any, box: Path, size: int) -> dict[str, Any]:
     return {"save, 20,000 tiny tensors": saves, "load, 20,000 tiny tensors": loads}
 
 
-JOBS: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
+OWN_JOBS: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
     "same layout": same_layout,
     "columns": reshard_to(Shard(1), "load, Shard(0) -> Shard(1)"),
     "replicate": reshard_to(Replicate(), "load, Shard(0) -> Replicate"),
@@ -275,15 +239,7 @@ JOBS: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
     "memory": peak_memory,
     "tiny": tiny_tensors,
 }
-
-
-def run_ranks(job: str, world_size: int, box: Path, size: int) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out = box / "result.json"
-    mp.spawn(ranks_main, (world_size, port, job, box, size, out), nprocs=world_size)
-    return json.loads(out.read_text())  # type: ignore[no-any-return]
+JOBS.update(OWN_JOBS)
 
 
 def show(console: Console, results: dict[str, Any]) -> None:
@@ -344,16 +300,11 @@ def main(size: int, jobs: list[str]) -> None:
             console.print(f"measuring: {job} ...")
             results |= run_ranks(job, 4 if job == "four ranks" else 2, box, size)
     show(console, results)
-    if jobs == list(JOBS):
-        DOCS.mkdir(parents=True, exist_ok=True)
-        about = {"python": platform.python_version(), "torch": torch.__version__}
-        (DOCS / "save_load.json").write_text(json.dumps(about | results, indent=2) + "\n")
+    if jobs == list(OWN_JOBS):
+        record("save_load", results)
         plot(results, DOCS / "save_load.png")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=3000)
-    parser.add_argument("--jobs", nargs="*", default=list(JOBS))
-    options = parser.parse_args()
-    main(options.megabytes, options.jobs)
+    chosen = options(__doc__, OWN_JOBS)
+    main(chosen.megabytes, chosen.jobs)
