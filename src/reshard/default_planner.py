@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from reshard.api import CorruptCheckpointError, StalePlanError, UnsafeValueError
+from reshard.composites import CompositeTargets, expand_for_save
 from reshard.format.values import MAGIC, decode_value, encode_value
 from reshard.global_save import (
     combine_plans,
@@ -129,7 +130,7 @@ class DefaultSavePlanner(SavePlanner):
     ) -> None:
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
-        self.state_dict = state_dict
+        self.state_dict, self.mappings = expand_for_save(state_dict, self.mappings)
         self.is_coordinator = is_coordinator
         self._reader = DTensorReader()
 
@@ -282,6 +283,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.exclude: tuple[str, ...] = ()
         self.original_state_dict = {}
         self.mappings = {}
+        self.composites = CompositeTargets()
         self._reader = DTensorReader()
 
     def set_up_planner(
@@ -294,6 +296,9 @@ class DefaultLoadPlanner(LoadPlanner):
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
+        self.composites = CompositeTargets()
+        if metadata is not None:
+            state_dict = self.composites.expand(state_dict, metadata, self.excludes)
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
@@ -339,10 +344,16 @@ class DefaultLoadPlanner(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
         loaded = _decode(fqn, value, self.allow_pickle)
+        if self.composites.takes(fqn, loaded):
+            return
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[fqn], loaded)
         else:
             self.state_dict[fqn] = loaded
+
+    def finish_load(self) -> None:
+        """Do what is left to do when all is read. Called once, after the last tensor."""
+        self.composites.finish()
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))

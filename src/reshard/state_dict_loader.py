@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from reshard.api import CheckpointException, CoverageError, MissingKeyError
 from reshard.background.backlog import backlog, place_of
+from reshard.composites import KIND
 from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
 from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
@@ -419,6 +420,8 @@ class _Load:
         before = getattr(self.reader, "bytes_read", 0)
         self.reader.read_data(final, self.planner).wait()
         self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
+        if isinstance(self.planner, DefaultLoadPlanner):
+            self.planner.finish_load()
         self._unwrap()
         self._give_back()
         return b""
@@ -443,7 +446,7 @@ def _without(
     kept: dict[str, Any] = {}
     for key, value in template.items():
         name = f"{path}.{key}"
-        if type(value) is dict:
+        if type(value) is dict and not (KIND in value and unwanted(name)):
             kept[key] = _without(value, name, unwanted, left_out)
         elif unwanted(name):
             left_out.append(name)

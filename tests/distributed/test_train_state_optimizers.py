@@ -125,8 +125,7 @@ def save_in_subclass(box: Path) -> str:
 def test_state_in_a_tensor_subclass_that_wraps_others_is_restored_or_refused_by_its_name(
     tmp_path: Path,
 ) -> None:
-    outcome = run_alone(save_in_subclass, tmp_path / "box")
-    assert outcome == "restored" or "optimizer.state.up.0.weight.momentum" in outcome
+    assert run_alone(save_in_subclass, tmp_path / "box") == "restored"
 
 
 # Parameter groups

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from support.subclasses import Scaled
+from support.subclasses import Blocks, Scaled
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,3 +92,46 @@ class Coded(torch.optim.Optimizer):
         scale = settled(momentum.square().sum()).sqrt() / 127
         codes = (momentum / scale).round().to(torch.int8)
         return Scaled(codes, scale, "code") if self.wrapped else {"codes": codes, "scale": scale}
+
+
+class Blockwise(torch.optim.Optimizer):
+    """Momentum in 8 bits, a shard of each sharded parameter at a time."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        _call(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, self.state[parameter], group["lr"])
+
+    def _step(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+        own, gradient = (
+            t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad)
+        )
+        if "momentum" not in state:
+            state["momentum"] = like(parameter, Blocks.of(torch.zeros_like(own)))
+        local = _local(state["momentum"])
+        local.copy_(Blocks.of(gradient + 0.9 * local.values()))
+        own.sub_(lr * local.values())
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor around `local` if the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -66,3 +66,61 @@ class Opaque(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError(func)
+
+
+class Blocks(torch.Tensor):
+    """Numbers in 8 bits, with a factor for each block of four, like state of optimizers is.
+
+    `table` belongs to all of it, whatever is cut from it.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    table: torch.Tensor
+    BLOCK = 4
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> Blocks:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor) -> None:
+        self.codes, self.scale, self.table = codes, scale, table
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Blocks:
+        blocks = values.reshape(-1, cls.BLOCK)
+        scale = blocks.abs().amax(1).clamp(min=1e-9) / 127
+        codes = (blocks / scale[:, None]).round().to(torch.int8).view(values.shape)
+        return cls(codes, scale, torch.arange(-127, 128, dtype=torch.float32))
+
+    def values(self) -> torch.Tensor:
+        numbers = self.table[self.codes.long() + 127].view(-1, self.BLOCK)
+        return (numbers * self.scale[:, None]).view(self.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale", "table"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: None, size: Any, stride: Any) -> Blocks:
+        return cls(parts["codes"], parts["scale"], parts["table"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        first: Any = args[0]
+        if func is aten.detach.default:
+            return cls(first.codes, first.scale, first.table)
+        if func is aten.view.default:
+            return cls(first.codes.view(args[1]), first.scale, first.table)
+        if func is aten.copy_.default:
+            first.codes.copy_(args[1].codes)
+            first.scale.copy_(args[1].scale)
+            return first
+        if func is aten.slice.Tensor:
+            _, dim, begin, end = args
+            width = first.shape[1:].numel()
+            if dim != 0 or begin * width % cls.BLOCK or end * width % cls.BLOCK:
+                raise ValueError("only whole blocks can be cut")
+            blocks = slice(begin * width // cls.BLOCK, end * width // cls.BLOCK)
+            return cls(first.codes[begin:end], first.scale[blocks], first.table.clone())
+        raise NotImplementedError(func)

@@ -17,10 +17,12 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 )
 from torch.distributed._shard.sharding_spec import ShardMetadata  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from reshard.tensors.materialise import default_device
+from reshard.tensors.shards import Box, local_shards
 
-__all__ = ["chunk_sharded", "empty_like_parameter", "nested_offset"]
+__all__ = ["chunk_sharded", "empty_like_parameter", "nested_offset", "own_region", "with_local"]
 
 
 def empty_like_parameter(
@@ -61,6 +63,24 @@ def _like_dtensor(parameter: DTensor, size: torch.Size, dtype: torch.dtype) -> t
         shape=size,
         stride=stride,
     )
+
+
+def with_local(parameter: Any, local: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """A tensor of `size` of which this rank has `local`: sharded as the parameter is, if it is."""
+    if not isinstance(parameter, DTensor) or parameter.size() != torch.Size(size):
+        return local
+    spec = parameter._spec
+    meta = TensorMeta(parameter.size(), parameter.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def own_region(parameter: Any, size: Sequence[int]) -> Box:
+    """What this rank has of a state of `size`: what it has of a parameter of that size, or all."""
+    if isinstance(parameter, DTensor) and parameter.size() == torch.Size(size):
+        shards = list(local_shards("a parameter", parameter))
+        if len(shards) == 1:
+            return shards[0].offsets, shards[0].sizes
+    return (0,) * len(size), tuple(size)
 
 
 def _nested(tensor: ShardedTensor) -> ShardedTensor | None:

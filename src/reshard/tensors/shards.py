@@ -20,6 +20,7 @@ from reshard.api import PlanError, UnsupportedLayoutError
 from reshard.metadata import STATE_DICT_TYPE, MetadataIndex
 from reshard.tensors.foreign import to_chunk
 from reshard.tensors.layout import Cut, Region, local_regions
+from reshard.tensors.wrappers import is_composite
 
 __all__ = [
     "Box",
@@ -27,6 +28,7 @@ __all__ = [
     "HeldShards",
     "LocalShard",
     "check_memory",
+    "composite_shards",
     "describes_itself",
     "held_shards",
     "find_tensor_shard",
@@ -221,6 +223,18 @@ def shards_of_all_ranks(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ..
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one block of elements, rather than sparse or quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def composite_shards(fqn: str, value: Any) -> list[LocalShard] | None:
+    """The shards of a tensor that consists of others, on this rank; None if it is not such."""
+    if type(value) in _PLAIN:
+        return None
+    local = value
+    if isinstance(value, DTensor):
+        local = value._local_tensor
+    elif isinstance(value, HeldShards):
+        local = value.shards[0].tensor if value.shards else None
+    return list(local_shards(fqn, value)) if is_composite(local) else None
 
 
 def check_memory(fqn: str, tensor: Any) -> None:

@@ -24,6 +24,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from reshard.api import UnsupportedLayoutError
 from reshard.tensors.shards import is_dense
+from reshard.tensors.wrappers import joined, parts_of
 
 __all__ = ["Layout", "Survey", "addresses_in", "survey"]
 
@@ -335,18 +336,14 @@ def _on_cpu(shard: Any) -> Any:
 
 
 def _take_subclass_apart(tensor: Any) -> _Parts:
-    names, context = tensor.__tensor_flatten__()
-    values = {name: getattr(tensor, name) for name in names}
-    inner = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
-    size, stride = tensor.shape, tensor.stride()
+    own, _ = parts_of(tensor)
 
     def join(parts: list[Any]) -> Any:
-        replaced = values | dict(zip(inner, parts, strict=True))
-        joined = type(tensor).__tensor_unflatten__(replaced, context, size, stride)
-        wanted = tensor.requires_grad and not joined.requires_grad and joined.is_leaf
-        return joined.requires_grad_() if wanted else joined
+        twin = joined(tensor, dict(zip(own, parts, strict=True)))
+        wanted = tensor.requires_grad and not twin.requires_grad and twin.is_leaf
+        return twin.requires_grad_() if wanted else twin
 
-    return _Parts([values[name] for name in inner], join)
+    return _Parts(list(own.values()), join)
 
 
 def _spell(path: Path) -> str:

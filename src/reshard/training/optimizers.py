@@ -17,9 +17,10 @@ import xxhash
 from torch import nn
 
 from reshard.api import CheckpointException
+from reshard.composites import KIND, StoredShards, assemble, region_name, stored_shards
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.flatten import StatePath, flatten_state_dict, get_element, set_element
-from reshard.tensors.likeness import empty_like_parameter
+from reshard.tensors.likeness import empty_like_parameter, own_region, with_local
 from reshard.tensors.modules import (
     fsdp1_optimizer_state,
     is_fsdp1,
@@ -27,6 +28,7 @@ from reshard.tensors.modules import (
     model_state,
     parameter_names,
 )
+from reshard.tensors.shards import is_sharded
 
 __all__ = ["OptimizerReport", "OptimizerStates"]
 
@@ -150,7 +152,11 @@ class OptimizerStates:
         missing = {f"{name}.{key}" for name, home in known.items() for key in home.values}
         common = {part.key: part.common for part in self._parts}
         missing |= {key for keys in common.values() for key in keys}
-        for path, entry in _entries_below(metadata, prefix):
+        entries = list(_entries_below(metadata, prefix))
+        composites = {path[:-1]: None for path, _ in entries if path[-1] == KIND}
+        for path, entry in entries:
+            if any(path[:depth] in composites for depth in range(3, len(path))):
+                continue
             if path[0] == "groups":
                 set_element(template, path, _placeholder(entry))
                 continue
@@ -167,6 +173,17 @@ class OptimizerStates:
             missing.discard(label)
             self.report.restored.append(label)
             set_element(template, path, _target(entry, home, path[2:]))
+        stored = stored_shards(metadata) if composites else {}
+        for path in composites:
+            label = ".".join(map(str, path[1:]))
+            home = known.get(str(path[1]))
+            shards = stored.get(".".join(map(str, (*prefix, *path))))
+            if path[0] != "state" or home is None or shards is None:
+                self.report.unexpected.append(label)
+                continue
+            missing.discard(label)
+            self.report.restored.append(label)
+            set_element(template, path, _composite_target(label, shards, home, path[2:]))
         self.report.missing = sorted(missing)
         return template
 
@@ -186,6 +203,14 @@ class OptimizerStates:
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
         state, groups = loaded.get("state", {}), loaded.get("groups", {})
+        homes = {n: p for part in self._parts for p, n in part.names.items()}
+        state = {
+            name: {
+                key: _assembled(f"{name}.{key}", value, homes.get(name))
+                for key, value in values.items()
+            }
+            for name, values in state.items()
+        }
         self._forget_what_was_left_out(state)
         settings = {
             name: _settings(group) for group in groups.values() for name in group.get("params", ())
@@ -304,6 +329,40 @@ def _fitting(existing: Any, entry: _Entry, make: Callable[[TensorStorageMetadata
         return existing
     fits = isinstance(existing, torch.Tensor) and existing.size() == entry.size
     return existing if fits else make(entry)
+
+
+def _composite_target(label: str, stored: StoredShards, home: _Home, path: StatePath) -> Any:
+    """Where a state that consists of tensors goes: to the one that is there, or to new parts."""
+    existing = get_element(home.values, path)
+    if isinstance(existing, torch.Tensor):
+        return existing
+    if stored.has_sharded_parts and is_sharded(home.parameter):
+        # It was not a shard that had parts: each part was sharded.
+        return {
+            region_name(box): {
+                part: _target(entry, home, (part,))
+                for part, entry in parts.items()
+                if entry is not None
+            }
+            for box, parts in stored.shards.items()
+        } | {KIND: None}
+    needed = stored.needed_for(label, own_region(home.parameter, stored.shape))
+    device = getattr(home.parameter, "device", None)
+    return {region_name(box): stored.empty_parts(label, box, device) for box in needed} | {
+        KIND: None
+    }
+
+
+def _assembled(label: str, value: Any, parameter: Any) -> Any:
+    """A state; from its parts, if that is what was loaded."""
+    if not isinstance(value, dict) or KIND not in value:
+        return value
+    shape = value[KIND][0][1]
+    parts = [part for shard in value.values() if isinstance(shard, dict) for part in shard.values()]
+    if any(map(is_sharded, parts)):
+        return assemble(label, value, own_region(None, shape))
+    local = assemble(label, value, own_region(parameter, shape))
+    return with_local(parameter, local, shape)
 
 
 def _target(entry: _Entry, home: _Home, path: StatePath) -> Any:

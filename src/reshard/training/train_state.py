@@ -153,8 +153,13 @@ class TrainState:
             own = {f"scheduler.{i}" for i in range(len(self._all_schedulers()))}
             found = {name for name in stored if name.startswith("scheduler.")}
             self.report.unexpected = sorted(found - own)
-        if self.report.missing or self.report.unexpected or self.report.dropped:
-            logger.warning("loading %r: %s", key, self.report)
+        for what, parts in (
+            ("the checkpoint does not have", self.report.missing),
+            ("not needed here, so not loaded:", self.report.unexpected),
+            ("left as they are, since the number of ranks has changed:", self.report.dropped),
+        ):
+            if parts and rank == 0:
+                logger.warning("loading %r: %s %s", key, what, ", ".join(parts))
         return template
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

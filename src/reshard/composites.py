@@ -1,0 +1,396 @@
+"""Tensors that consist of other tensors, such as quantized optimizer state.
+
+A tensor subclass without memory of its own, which says what it consists of, is stored by
+its parts: `name / region / part` for each shard, and `name / __tensor__` for what it is.
+Only the subclass knows how its parts go together, so a shard is always read whole; if the
+layout has changed, the subclass itself is asked to cut it and to copy what is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reshard.api import CheckpointException, CoverageError, ShapeMismatchError
+from reshard.format.values import Whole, encode_value, is_pickled
+from reshard.metadata import Metadata, TensorStorageMetadata
+from reshard.tensors.flatten import PathMap, StatePath
+from reshard.tensors.shards import Box, LocalShard, composite_shards
+from reshard.tensors.wrappers import joined, parts_of
+
+__all__ = [
+    "KIND",
+    "CompositeTargets",
+    "assemble",
+    "StoredShards",
+    "expand_for_save",
+    "overlapping",
+    "region_name",
+    "stored_shards",
+]
+
+KIND = "__tensor__"
+"""The name of the entry that says what a composite tensor is."""
+_REGION = re.compile(r"\d+:\d+(,\d+:\d+)*")
+_SCALAR = "all"
+
+
+def region_name(box: Box) -> str:
+    """The name of a region: where it begins and ends in each dimension."""
+    return ",".join(f"{b}:{b + n}" for b, n in zip(*box, strict=True)) or _SCALAR
+
+
+def _region(name: str) -> Box | None:
+    """The region of a name; None if it is not the name of one."""
+    if name == _SCALAR:
+        return (), ()
+    if not _REGION.fullmatch(name):
+        return None
+    bounds = [tuple(map(int, part.split(":"))) for part in name.split(",")]
+    return tuple(b for b, _ in bounds), tuple(e - b for b, e in bounds)
+
+
+def overlapping(a: Box, b: Box) -> Box | None:
+    """The region that two have in common; None if that is nothing."""
+    begins = tuple(map(max, zip(a[0], b[0], strict=True)))
+    ends = [min(p + m, q + n) for p, m, q, n in zip(a[0], a[1], b[0], b[1], strict=True)]
+    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return (begins, sizes) if all(size > 0 for size in sizes) else None
+
+
+# Saving
+
+
+def expand_for_save(flat: dict[str, Any], paths: Mapping[str, StatePath]) -> tuple[Any, Any]:
+    """A flat state dict with the parts of composite tensors in their place, and the paths."""
+    found = _composites(flat)
+    if not found:
+        return flat, paths
+    expanded: dict[str, Any] = {}
+    new_paths = PathMap()
+    for name, value in flat.items():
+        path = paths.get(name, (name,))
+        parts = _taken_apart(path, value, found[name]) if name in found else [(path, value)]
+        for its_path, leaf in parts:
+            its_name = ".".join(map(str, its_path))
+            expanded[its_name] = leaf
+            new_paths[its_name] = its_path
+    return expanded, new_paths
+
+
+def _composites(flat: Mapping[str, Any]) -> dict[str, list[LocalShard]]:
+    """The shards of the composite tensors of a state dict."""
+    found = ((name, composite_shards(name, value)) for name, value in flat.items())
+    return {name: shards for name, shards in found if shards}
+
+
+def _taken_apart(
+    path: StatePath, value: Any, shards: Sequence[LocalShard]
+) -> Iterator[tuple[StatePath, Any]]:
+    for shard in shards:
+        for name, part in parts_of(shard.tensor)[0].items():
+            below = (*path, region_name((shard.offsets, shard.sizes)), name)
+            inner = composite_shards(".".join(map(str, below)), part)
+            yield from _taken_apart(below, part, inner) if inner else [(below, part)]
+    for shard in shards[:1]:
+        yield (*path, KIND), _description(shard.tensor, value)
+
+
+def _description(local: Any, value: Any) -> Whole:
+    _, context = parts_of(local)
+    # One that could only be pickled is not kept: it is needed only where there is no tensor
+    # of the same kind to load into.
+    known = not is_pickled(encode_value(context))
+    shape = tuple(value.size())
+    return Whole((_class_name(type(local)), shape, known, context if known else None))
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# What is stored
+
+
+@dataclass
+class StoredShards:
+    """The shards of one composite tensor in a checkpoint: the parts of each, by name."""
+
+    shards: dict[Box, dict[str, TensorStorageMetadata | None]] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        ends = [tuple(map(sum, zip(*box, strict=True))) for box in self.shards]
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    @property
+    def has_sharded_parts(self) -> bool:
+        """Whether a part was stored by several ranks: it was sharded, rather than the tensor."""
+        parts = (part for shard in self.shards.values() for part in shard.values())
+        return any(part is not None and len(part.chunks) > 1 for part in parts)
+
+    def needed_for(self, name: str, wanted: Box) -> dict[Box, Box]:
+        """The shards that have a part of a region, and which part that is."""
+        if wanted in self.shards or not all(wanted[1]):
+            return {wanted: wanted} if wanted in self.shards else {}
+        needed = {box: common for box in self.shards if (common := overlapping(box, wanted))}
+        if sum(math.prod(common[1]) for common in needed.values()) != math.prod(wanted[1]):
+            raise CoverageError(
+                f"the checkpoint does not hold all of {name!r} in {region_name(wanted)}"
+            )
+        return needed
+
+    def empty_parts(
+        self, name: str, box: Box, device: torch.device | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Memory for the parts of a shard."""
+        parts = {}
+        for part, entry in self.shards[box].items():
+            if entry is None:
+                raise ShapeMismatchError(
+                    f"{name!r} has parts that have parts themselves: it can only be loaded into a "
+                    "tensor of the same kind, in the layout that it was saved with"
+                )
+            parts[part] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        return parts
+
+
+def stored_shards(metadata: Metadata) -> dict[str, StoredShards]:
+    """All composite tensors of a checkpoint by name."""
+    entries = metadata.state_dict_metadata
+    ending = f".{KIND}"
+    found = {name.removesuffix(ending): StoredShards() for name in entries if name.endswith(ending)}
+    for name, entry in entries.items() if found else ():
+        pieces = name.split(".")
+        for depth in range(1, len(pieces) - 1):
+            box = _region(pieces[depth])
+            owner = found.get(".".join(pieces[:depth])) if box is not None else None
+            if owner is not None and box is not None:
+                plain = depth == len(pieces) - 2 and isinstance(entry, TensorStorageMetadata)
+                parts = owner.shards.setdefault(box, {})
+                parts[pieces[depth + 1]] = entry if plain else None  # type: ignore[assignment]
+    return {name: shards for name, shards in found.items() if shards.shards}
+
+
+# Loading into tensors of the same kind
+
+
+@dataclass
+class _Cut:
+    """A part of a stored shard, to be copied into a part of a target."""
+
+    name: str
+    target: torch.Tensor
+    into: Box
+    parts: dict[str, torch.Tensor]
+    sizes: tuple[int, ...]
+    out_of: Box
+
+    def try_out(self) -> None:
+        """See whether the subclass can do what `copy` will ask of it."""
+        parts = {name: torch.empty_like(part) for name, part in parts_of(self.target)[0].items()}
+        self._copy(joined(self.target, parts))
+
+    def copy(self) -> None:
+        """Have the subclass cut and copy."""
+        self._copy(self.target)
+
+    def _copy(self, target: torch.Tensor) -> None:
+        kind = type(self.target).__name__
+        try:
+            with torch.no_grad():
+                source = _narrowed(joined(self.target, self.parts, self.sizes), self.out_of)
+                _narrowed(target, self.into).copy_(source)
+        except Exception as error:
+            raise ShapeMismatchError(
+                f"{self.name!r} was saved in another layout, and a {kind} cannot be cut for this "
+                f"one: {type(error).__name__}: {error}. Load it in the layout it was saved with"
+            ) from error
+
+
+def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(*box, strict=True)):
+        if length != tensor.size(dim):
+            tensor = tensor.narrow(dim, begin, length)
+    return tensor
+
+
+def _within(box: Box, frame: Box) -> Box:
+    """The same region, counted from the beginning of a frame around it."""
+    return tuple(a - b for a, b in zip(box[0], frame[0], strict=True)), box[1]
+
+
+class CompositeTargets:
+    """The composite tensors that a load fills."""
+
+    def __init__(self) -> None:
+        self._cuts: list[_Cut] = []
+        self._kinds: dict[str, str] = {}
+
+    def expand(
+        self, flat: dict[str, Any], metadata: Metadata, leave: Callable[[str], bool]
+    ) -> dict[str, Any]:
+        """A flat state dict with what is stored of composite tensors in their place.
+
+        Those that `leave` says, and those of which nothing is stored, stay as they are.
+        """
+        found = _composites(flat)
+        if not found:
+            return flat
+        stored = stored_shards(metadata)
+        expanded: dict[str, Any] = {}
+        for name, value in flat.items():
+            if name not in found or leave(name):
+                expanded[name] = value
+                continue
+            if name not in stored:
+                _check_not_plain(name, metadata)
+                expanded[name] = value
+                continue
+            shape = tuple(value.size())
+            if stored[name].shape != shape:
+                raise ShapeMismatchError(
+                    f"{name!r} has shape {shape}, but was saved with {stored[name].shape}"
+                )
+            self._kinds[f"{name}.{KIND}"] = _class_name(type(found[name][0].tensor))
+            expanded[f"{name}.{KIND}"] = None
+            parts = self._parts(name, found[name], stored[name])
+            # They may be composite tensors in their turn.
+            expanded |= self.expand(parts, metadata, leave)
+        return expanded
+
+    def _parts(
+        self, name: str, shards: Sequence[LocalShard], stored: StoredShards
+    ) -> dict[str, Any]:
+        wanted: dict[str, Any] = {}
+        for shard in shards:
+            own = (shard.offsets, shard.sizes)
+            for box, common in stored.needed_for(name, own).items():
+                below = f"{name}.{region_name(box)}"
+                if box == own:
+                    parts, _ = parts_of(shard.tensor)
+                    wanted |= {f"{below}.{part}": tensor for part, tensor in parts.items()}
+                    continue
+                device = next(iter(parts_of(shard.tensor)[0].values())).device
+                temporary = stored.empty_parts(name, box, device)
+                for part in temporary:
+                    temporary[part] = wanted.setdefault(f"{below}.{part}", temporary[part])
+                cut = _Cut(
+                    name,
+                    shard.tensor,
+                    _within(common, own),
+                    temporary,
+                    box[1],
+                    _within(common, box),
+                )
+                cut.try_out()
+                self._cuts.append(cut)
+        return wanted
+
+    def takes(self, name: str, value: Any) -> bool:
+        """Whether a value that was loaded is about a composite tensor; checks it, if so."""
+        kind = self._kinds.get(name)
+        if kind is None:
+            return False
+        stored = value[0][0]
+        if stored != kind:
+            raise ShapeMismatchError(
+                f"{name.removesuffix(f'.{KIND}')!r} was saved as a {stored}, but is a {kind} here"
+            )
+        return True
+
+    def finish(self) -> None:
+        """Fill what could not be filled in place. To be called when all is read."""
+        for cut in self._cuts:
+            cut.copy()
+        self._cuts = []
+
+
+def _check_not_plain(name: str, metadata: Metadata) -> None:
+    if isinstance(metadata.state_dict_metadata.get(name), TensorStorageMetadata):
+        raise ShapeMismatchError(
+            f"{name!r} consists of other tensors here, but was saved as one tensor. Load it into a "
+            "plain tensor and convert that"
+        )
+
+
+# Loading where there is no tensor yet
+
+
+def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
+    """The tensor that consists of loaded parts, cut to a region.
+
+    `loaded` has the parts of each shard under the name of its region, and the description.
+    """
+    class_name, _, known, context = loaded[KIND][0]
+    kind = _find_class(name, class_name)
+    if not known:
+        raise CheckpointException(
+            f"{name!r} is a {class_name} with attributes that could not be stored safely: load it "
+            "into a tensor of the same kind"
+        )
+    pieces = []
+    for region, parts in loaded.items():
+        box = _region(region)
+        common = None if box is None else (box if box == wanted else overlapping(box, wanted))
+        if box is not None and common is not None:
+            sizes = torch.Size(box[1])
+            whole = kind.__tensor_unflatten__(parts, context, sizes, _strides(sizes))
+            pieces.append((common[0], _narrowed(whole, _within(common, box)), common == box))
+    if len(pieces) == 1:
+        _, piece, is_whole = pieces[0]
+        # A view would keep all of the shard in memory.
+        own = {} if is_whole else {n: part.clone() for n, part in parts_of(piece)[0].items()}
+        return joined(piece, own)
+    return _concatenated(name, [piece for _, piece, _ in sorted(pieces, key=lambda p: p[0])])
+
+
+def _concatenated(name: str, pieces: Sequence[Any]) -> Any:
+    """Pieces that follow each other in the first dimension as one.
+
+    Which parts belong to rows, and which to the tensor as a whole, is seen by asking the
+    subclass for fewer rows.
+    """
+    first = pieces[0]
+    try:
+        if any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+            raise ValueError("it was cut in another dimension than the first")
+        fewer, _ = parts_of(first.narrow(0, 0, len(first) // 2))
+        whole, _ = parts_of(first)
+        by_rows = {part for part in whole if whole[part].shape != fewer[part].shape}
+        others = [parts_of(piece)[0] for piece in pieces]
+        parts = {
+            part: torch.cat([each[part] for each in others]) if part in by_rows else tensor
+            for part, tensor in whole.items()
+        }
+        rows = sum(len(piece) for piece in pieces)
+        return joined(first, parts, (rows, *first.shape[1:]))
+    except Exception as error:
+        raise CheckpointException(
+            f"{name!r}, a {type(first).__name__}, was saved in {len(pieces)} pieces that cannot be "
+            f"put together here ({type(error).__name__}: {error}). Load it in the layout that it "
+            "was saved with, or into an optimizer that has its state already"
+        ) from error
+
+
+def _strides(sizes: torch.Size) -> tuple[int, ...]:
+    return torch.empty(sizes, device="meta").stride()
+
+
+def _find_class(name: str, class_name: str) -> Any:
+    """A tensor subclass of this program. Nothing is imported for the checkpoint's sake."""
+    waiting: list[type] = [torch.Tensor]
+    while waiting:
+        kind = waiting.pop()
+        if _class_name(kind) == class_name and hasattr(kind, "__tensor_unflatten__"):
+            return kind
+        waiting += kind.__subclasses__()
+    raise CheckpointException(
+        f"{name!r} is a {class_name}, a tensor subclass that this program does not have: import "
+        "it before the load"
+    )

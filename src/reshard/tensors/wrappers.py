@@ -1,0 +1,44 @@
+"""Tensor subclasses that have no memory of their own, but say what they consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["is_composite", "joined", "parts_of"]
+
+
+def is_composite(value: Any) -> bool:
+    """Whether `value` is all in its parts."""
+    kind = type(value)
+    return (
+        isinstance(value, torch.Tensor)
+        and hasattr(kind, "__tensor_flatten__")
+        and not isinstance(value, DTensor | AsyncCollectiveTensor)
+        # It describes itself to checkpoints, and better.
+        and not hasattr(kind, "__create_write_items__")
+        and not value.is_nested
+        and value.data_ptr() == 0
+    )
+
+
+def parts_of(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """The tensors that a tensor consists of, by name, and what else it needs to be itself."""
+    names, context = tensor.__tensor_flatten__()
+    values = {name: getattr(tensor, name) for name in names}
+    return {n: value for n, value in values.items() if isinstance(value, torch.Tensor)}, context
+
+
+def joined(like: Any, parts: Mapping[str, torch.Tensor], sizes: Sequence[int] | None = None) -> Any:
+    """A tensor like another, but of other parts, and of other sizes if they are given."""
+    names, context = like.__tensor_flatten__()
+    values = {name: getattr(like, name) for name in names} | dict(parts)
+    shape, stride = like.shape, like.stride()
+    if sizes is not None and tuple(sizes) != tuple(shape):
+        shape = torch.Size(sizes)
+        stride = torch.empty(shape, device="meta").stride()
+    return type(like).__tensor_unflatten__(values, context, shape, stride)

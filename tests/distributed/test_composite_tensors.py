@@ -1,0 +1,227 @@
+"""Tensor subclasses that consist of other tensors, such as optimizer state in 8 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import reshard
+from reshard.api import ShapeMismatchError
+from reshard.composites import KIND
+from reshard.state_dict_saver import AsyncCheckpointerType
+from reshard.training import TrainState
+from support.optimizers import Blockwise, Coded
+from support.ranks import run_alone, run_ranks
+from support.small_model import FORMS, losses, small_model
+from support.subclasses import Blocks, Scaled
+from support.whole import differences, stored
+
+
+def even_model(seed: int) -> nn.Module:
+    """A model of which every row is a whole number of blocks."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 16, bias=False))
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    batch = torch.linspace(-1, 1, 24).view(3, 8)
+    for _ in range(2):
+        (model(batch) - 1).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole_momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = []
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter]["momentum"]
+        assert isinstance(momentum, DTensor) == isinstance(parameter, DTensor)
+        if not isinstance(momentum, DTensor):
+            assert type(momentum) is Blocks
+            found.append(momentum.values())
+            continue
+        local: Any = momentum.to_local()
+        assert type(local) is Blocks
+        found.append(
+            DTensor.from_local(
+                local.values(), momentum.device_mesh, momentum.placements, run_check=False
+            ).full_tensor()
+        )
+    return found
+
+
+def save_in_blocks(box: Path) -> list[torch.Tensor]:
+    model = even_model(0)
+    optimizer = Blockwise(model.parameters())
+    train(model, optimizer)
+    reshard.save({"train": TrainState(model, optimizer)}, checkpoint_id=box)
+    return whole_momenta(model, optimizer)
+
+
+def load_blocks(box: Path, fresh: bool) -> Any:
+    """The momenta that were loaded, and whether training goes on from them."""
+    model = even_model(1)
+    optimizer = Blockwise(model.parameters())
+    if not fresh:
+        train(model, optimizer)
+    before = {p: optimizer.state[p].get("momentum") for p in model.parameters()}
+    state = TrainState(model, optimizer)
+    reshard.load({"train": state}, checkpoint_id=box)
+    report = state.report.optimizer
+    assert sorted(report.restored) == ["0.weight.momentum", "2.weight.momentum"]
+    assert (report.missing, report.unexpected) == ([], [])
+    if not fresh:
+        assert all(optimizer.state[p]["momentum"] is before[p] for p in before), "not in place"
+    found = whole_momenta(model, optimizer)
+    train(model, optimizer)
+    return found
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "in place"])
+@pytest.mark.parametrize("saved_on", [1, 2, 4])
+def test_state_in_8_bits_moves_between_layouts(saved_on: int, fresh: bool, tmp_path: Path) -> None:
+    if saved_on == 1:
+        saved = run_alone(save_in_blocks, tmp_path)
+    else:
+        saved = run_ranks(saved_on, save_in_blocks, tmp_path)[0]
+    outcomes = [run_alone(load_blocks, tmp_path, fresh)]
+    for loaded_on in (2, 4):
+        outcomes += run_ranks(loaded_on, load_blocks, tmp_path, fresh)
+    for loaded in outcomes:
+        assert differences(loaded, saved) == []
+
+
+def coded(box: Path, form: str, source: str | None) -> Any:
+    """A subclass around DTensors: its parts are sharded, not it."""
+    model = FORMS[form](small_model(0 if source is None else 1))
+    optimizer = Coded(model.parameters(), wrapped=True)
+    state = {"train": TrainState(model, optimizer)}
+    if source is None:
+        losses(model, optimizer)
+        reshard.save(state, checkpoint_id=box / form)
+        return None
+    reshard.load(state, checkpoint_id=box / source)
+    assert type(optimizer.state[next(iter(model.parameters()))]["momentum"]) is Scaled
+    reshard.save(state, checkpoint_id=box / f"{source} again")
+    losses(model, optimizer)
+    return differences(stored(box / source), stored(box / f"{source} again"))
+
+
+def test_a_subclass_around_sharded_tensors_moves_between_meshes(tmp_path: Path) -> None:
+    run_ranks(2, coded, tmp_path, "fsdp2", None)
+    assert run_ranks(2, coded, tmp_path, "tp", "fsdp2") == [[], []]
+    assert run_ranks(4, coded, tmp_path, "fsdp2", "fsdp2") == [[]] * 4
+
+
+# In one process
+
+
+def scaled(seed: float) -> Scaled:
+    return Scaled(torch.full((2, 3), seed), torch.tensor(seed + 1), "m")
+
+
+KINDS = [None, AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["save", "thread", "process"])
+def test_parts_are_stored_by_name_and_filled_in_place(
+    kind: AsyncCheckpointerType | None, tmp_path: Path
+) -> None:
+    state = {"model": {"w": scaled(1.0), "plain": torch.ones(2)}}
+    if kind is None:
+        reshard.save(state, checkpoint_id=tmp_path)
+    else:
+        reshard.async_save(state, checkpoint_id=tmp_path, async_checkpointer_type=kind).result()
+    read = reshard.read_state_dict(tmp_path)["model"]
+    assert read["w"].keys() == {"0:2,0:3", KIND}
+    target = scaled(5.0)
+    inner = target.inner
+    report = reshard.load({"model": {"w": target}}, checkpoint_id=tmp_path)
+    assert target.inner is inner
+    assert target.inner.tolist() == [[1.0] * 3] * 2
+    assert (float(target.scale), target.unit) == (2.0, "m")
+    assert (report.missing, report.unexpected) == ([], ["model.plain"])
+
+
+def test_parts_may_have_parts(tmp_path: Path) -> None:
+    def nested(seed: float) -> Scaled:
+        return Scaled(scaled(seed), torch.tensor(seed))
+
+    reshard.save({"w": nested(1.0)}, checkpoint_id=tmp_path)
+    target = nested(7.0)
+    reshard.load({"w": target}, checkpoint_id=tmp_path)
+    inner: Any = target.inner
+    assert inner.inner.tolist() == [[1.0] * 3] * 2
+    assert (float(target.scale), float(inner.scale)) == (1.0, 2.0)
+
+
+def test_another_kind_or_shape_is_refused_by_name(tmp_path: Path) -> None:
+    reshard.save({"w": scaled(1.0), "p": torch.ones(2, 3)}, checkpoint_id=tmp_path)
+    other = Scaled(torch.zeros(3, 3), torch.zeros(()))
+    with pytest.raises(reshard.CheckpointException, match=r"'w' has shape \(3, 3\)"):
+        reshard.load({"w": other}, checkpoint_id=tmp_path)
+    with pytest.raises(reshard.CheckpointException, match="'p' consists of other tensors here"):
+        reshard.load({"p": scaled(0.0)}, checkpoint_id=tmp_path)
+    with pytest.raises(reshard.CheckpointException, match="checkpoint state_dict: w"):
+        reshard.load({"w": torch.zeros(2, 3)}, checkpoint_id=tmp_path)
+
+
+class Renamed(Scaled):
+    """The same parts under the name of another class."""
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, context: str, size: Any, stride: Any) -> Renamed:
+        return Renamed(parts["inner"], parts["scale"], context, stride)
+
+
+def test_the_same_parts_of_another_class_are_refused(tmp_path: Path) -> None:
+    reshard.save({"w": scaled(1.0)}, checkpoint_id=tmp_path)
+    target = Renamed(torch.zeros(2, 3), torch.zeros(()))
+    with pytest.raises(reshard.CheckpointException, match=r"saved as a .*Scaled, but is a .*Re"):
+        reshard.load({"w": target}, checkpoint_id=tmp_path)
+
+
+def test_what_is_left_out_or_missing_stays_as_it_is(tmp_path: Path) -> None:
+    reshard.save({"model": {"w": scaled(1.0)}}, checkpoint_id=tmp_path)
+    state = {"model": {"w": scaled(5.0), "v": scaled(6.0)}}
+    reshard.load(state, checkpoint_id=tmp_path, exclude=["*.w"], strict=False)
+    assert float(state["model"]["w"].scale) == 6.0
+    report = reshard.load(state, checkpoint_id=tmp_path, strict=False)
+    assert report.missing == ["model.v"]
+    assert [float(t.scale) for t in state["model"].values()] == [2.0, 7.0]
+    with pytest.raises(reshard.CheckpointException, match=r"state_dict: model\.v"):
+        reshard.load(state, checkpoint_id=tmp_path)
+
+
+def load_what_cannot_be_copied(box: Path) -> str:
+    """In another layout than it was saved in; why not, if nothing was changed."""
+    mesh = init_device_mesh("cpu", (2,))
+    local = Scaled(torch.zeros(1, 3), torch.zeros(()), "m")
+    plain = torch.zeros(2)
+    target = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=torch.Size((2, 3)), stride=(3, 1)
+    )
+    with pytest.raises(reshard.CheckpointException) as caught:
+        reshard.load({"w": target, "plain": plain}, checkpoint_id=box)
+    assert not plain.any()
+    assert not local.inner.any()
+    reason, _ = caught.value.failures[dist.get_rank()]
+    assert isinstance(reason, ShapeMismatchError)
+    return str(reason)
+
+
+def test_a_class_that_cannot_be_cut_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    reshard.save({"w": scaled(1.0), "plain": torch.ones(2)}, checkpoint_id=tmp_path)
+    for reason in run_ranks(2, load_what_cannot_be_copied, tmp_path):
+        assert "'w' was saved in another layout, and a Scaled cannot be cut for this one" in reason
