@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 import reshard
 from reshard import api
+from support.subclasses import Scaled
 
 # Names that torch does not list in an __all__ but that people import all the same.
 ALSO_USED = {
@@ -367,6 +368,12 @@ def value_is_a_torch_save_file(library: Library) -> bool:
     return raised_by(lambda: torch.load(stored, weights_only=True)) is None
 
 
+def names_of_a_tensor_of_tensors(library: Library) -> list[str]:
+    planner = library.root.DefaultSavePlanner()
+    planner.set_up_planner({"w": Scaled(torch.ones(2), torch.ones(()))})
+    return [*planner.state_dict]
+
+
 def names_of_a_tuple(library: Library) -> list[str]:
     return [*library._nested_dict.flatten_state_dict({"t": (torch.ones(1), 2)})[0]]
 
@@ -395,6 +402,11 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
         value_is_a_torch_save_file,
         True,
         False,
+    ),
+    "default_planner.DefaultSavePlanner.set_up_planner": (
+        names_of_a_tensor_of_tensors,
+        ["w"],
+        ["w.0:2.inner", "w.0:2.scale", "w.__tensor__"],
     ),
     "default_planner.DefaultSavePlanner.enable_plan_caching": (
         another_planner_uses_the_cache,
