@@ -257,26 +257,6 @@ def die_while_staging_on_rank_1(folder: str, kind: AsyncCheckpointerType) -> Any
         return "no word of it", {}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        THREAD,
-        PROCESS,
-    ],
-    ids=["thread", "process"],
-)
-def test_a_rank_that_dies_before_its_first_background_save_is_named_within_seconds(
-    kind: AsyncCheckpointerType, tmp_path: Path
-) -> None:
-    outcome, dead = run_ranks(2, die_while_staging_on_rank_1, str(tmp_path), kind, dying={1})
-
-    assert dead == DEAD
-    assert outcome[0] == "CheckpointException"
-    assert list(outcome[1]) == [1]
-    assert "died" in outcome[1][1]
-    assert reshard.read_state_dict(tmp_path)["common"] == 1.0
-
-
 def die_between_saves(folder: str, kind: AsyncCheckpointerType) -> Any:
     reshard.async_save(values(1.0), checkpoint_id=folder, async_checkpointer_type=kind).result(
         SECONDS
@@ -290,18 +270,12 @@ def die_between_saves(folder: str, kind: AsyncCheckpointerType) -> Any:
         return "no word of it", {}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        THREAD,
-        PROCESS,
-    ],
-    ids=["thread", "process"],
-)
-def test_a_rank_that_died_since_the_last_background_save_is_named_within_seconds(
-    kind: AsyncCheckpointerType, tmp_path: Path
+@both_kinds
+@pytest.mark.parametrize("die", [die_while_staging_on_rank_1, die_between_saves])
+def test_a_rank_that_died_is_named_within_seconds(
+    die: Any, kind: AsyncCheckpointerType, tmp_path: Path
 ) -> None:
-    outcome, dead = run_ranks(2, die_between_saves, str(tmp_path), kind, dying={1})
+    outcome, dead = run_ranks(2, die, str(tmp_path), kind, dying={1})
 
     assert dead == DEAD
     assert outcome[0] == "CheckpointException"

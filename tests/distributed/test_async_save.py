@@ -6,7 +6,6 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from reshard.staging import (
 )
 from reshard.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from support.background import Gate, GatedWriter
+from support.mappings import View
 from support.ranks import run_alone, run_ranks
 from support.samples import same_bits
 
@@ -171,35 +171,13 @@ def test_what_training_changes_after_the_call_is_not_in_the_checkpoint(
     assert len(reshard.read_state_dict(tmp_path / "wanted")) == 13
 
 
-class Registry(MutableMapping[str, Any]):
-    """A mapping that does not say how to copy itself."""
-
-    def __init__(self, **content: Any) -> None:
-        self.content = content
-
-    def __getitem__(self, key: str) -> Any:
-        return self.content[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.content[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.content)
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-
 class Quantity(torch.Tensor):
     """A tensor that carries another one along."""
 
 
 def test_a_mapping_of_the_trainers_keeps_its_own_tensors(tmp_path: Path) -> None:
     weight = torch.ones(3)
-    registry = Registry(weight=weight)
+    registry = View({"weight": weight})
 
     reshard.async_save({"registry": registry}, checkpoint_id=tmp_path).result(SECONDS)
 

@@ -6,7 +6,6 @@ import faulthandler
 import os
 import threading
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +24,7 @@ from reshard.api import UnsupportedLayoutError
 from reshard.per_rank import PerRank, per_rank
 from reshard.tensors.snapshot import Layout, survey
 from support.fake_ranks import as_rank, distributed, mesh_of
+from support.mappings import View
 from support.subclasses import Opaque, Scaled, Tagged
 
 quiet_about_sharded_tensor = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -214,28 +214,6 @@ def test_a_mapping_that_cannot_be_refilled_becomes_a_dict() -> None:
     twin = snapshot_of(MappingProxyType({"w": torch.ones(2)}))
     assert type(twin) is dict
     assert twin["w"].tolist() == [1, 1]
-
-
-class View(MutableMapping[str, Any]):
-    """A mapping over a dict that somebody else owns."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self.content = content
-
-    def __getitem__(self, key: str) -> Any:
-        return self.content[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.content[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.content[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.content)
-
-    def __len__(self) -> int:
-        return len(self.content)
 
 
 def test_a_mapping_over_another_dict_is_copied_without_changing_that() -> None:
