@@ -100,7 +100,9 @@ def _save_state_dict(
         # Earlier failures are raised, and states asked for, where all ranks hear of an error.
         backlog().raise_unseen()
         backlog().settle(place_of(storage_writer))
-        return SaveJob(_ask_stateful(state_dict), storage_writer, planner or DefaultSavePlanner())
+        return SaveJob(
+            _stateful_to_state_dict(state_dict), storage_writer, planner or DefaultSavePlanner()
+        )
 
     with channel:
         return SaveOperation(prepare, channel, use_collectives).run()
@@ -110,7 +112,7 @@ def _use_dist(no_dist: bool) -> bool:
     return not no_dist and dist.is_available() and dist.is_initialized()
 
 
-def _ask_stateful(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     return {
         key: value.state_dict() if is_stateful(value) else value
         for key, value in state_dict.items()
@@ -179,7 +181,7 @@ def async_save(
         use_collectives=use_collectives,
         channel=open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds),
     )
-    future = save.start(lambda: _ask_stateful(state_dict), async_stager, when_busy)
+    future = save.start(lambda: _stateful_to_state_dict(state_dict), async_stager, when_busy)
     if save.staging is not None:
         return AsyncSaveResponse(save.staging, future)
     return future
@@ -197,7 +199,7 @@ def prewarm(
     """
     if AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS:
         worker_of_this_process().start()
-    staging_pool().prewarm(_ask_stateful(state_dict))
+    staging_pool().prewarm(_stateful_to_state_dict(state_dict))
 
 
 def close() -> None:

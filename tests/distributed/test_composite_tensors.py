@@ -124,6 +124,26 @@ def test_a_subclass_around_sharded_tensors_moves_between_meshes(tmp_path: Path) 
     assert run_ranks(4, coded, tmp_path, "fsdp2", "fsdp2") == [[]] * 4
 
 
+def save_in_background(box: Path) -> None:
+    model = even_model(0)
+    optimizer = Blockwise(model.parameters())
+    train(model, optimizer)
+    state = {"train": TrainState(model, optimizer)}
+    reshard.save(state, checkpoint_id=box / "save")
+    for kind in AsyncCheckpointerType:
+        place = box / kind.value
+        future = reshard.async_save(state, checkpoint_id=place, async_checkpointer_type=kind)
+        future.result()
+
+
+def test_shards_of_such_tensors_are_saved_in_the_background(tmp_path: Path) -> None:
+    run_ranks(2, save_in_background, tmp_path)
+    wanted = stored(tmp_path / "save")
+    assert len(wanted["optimizer"]["state"]["0.weight"]["momentum"]) == 3
+    for kind in AsyncCheckpointerType:
+        assert differences(stored(tmp_path / kind.value), wanted) == []
+
+
 # In one process
 
 
