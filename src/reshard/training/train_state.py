@@ -51,8 +51,9 @@ class TrainState:
     may be a list (stages of a pipeline that this rank holds) or a dict, whose keys become
     prefixes of the names. `optimizer` may be None, for a load of the model alone (with
     `rng=False`, the random state stays as it is as well), or a list. The random state
-    (`rng`) and the position of the `dataloader` are those of each rank; with another number of ranks, `on_resize` says what happens to them, as in
-    `per_rank`. `extra` is a dict of more values, which may be `Stateful`.
+    (`rng`) and the position of the `dataloader` are those of each rank; with another number
+    of ranks, `on_resize` says what happens to them, as in `per_rank`. `extra` is a dict of
+    more values, which may be `Stateful`.
     """
 
     def __init__(
