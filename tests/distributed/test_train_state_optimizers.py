@@ -331,11 +331,13 @@ def test_state_that_is_there_already_is_filled_in_place(tmp_path: Path) -> None:
 
 def test_state_that_belongs_to_the_whole_optimizer_is_restored(tmp_path: Path) -> None:
     model, other = small_model(), small_model(1)
-    optimizer, fresh = adamw(model.parameters()), adamw(other.parameters())
-    optimizer.state["scale"] = {"current": torch.tensor(8.0)}
-    reshard.save({"train": TrainState(model, optimizer)}, checkpoint_id=tmp_path)
-    reshard.load({"train": TrainState(other, fresh)}, checkpoint_id=tmp_path)
-    assert differences(fresh.state["scale"], {"current": torch.tensor(8.0)}) == []
+    ours, theirs = ([adamw(m.up.parameters()), adamw(m.down.parameters())] for m in (model, other))
+    for number, optimizer in enumerate(ours):
+        optimizer.state["scale"] = {"current": torch.tensor(8.0 + number)}
+    reshard.save({"train": TrainState(model, ours)}, checkpoint_id=tmp_path)
+    reshard.load({"train": TrainState(other, theirs)}, checkpoint_id=tmp_path)
+    for number, fresh in enumerate(theirs):
+        assert differences(fresh.state["scale"], {"current": torch.tensor(8.0 + number)}) == []
 
 
 def test_settings_of_groups_are_found_under_another_name(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class _Part:
     @property
     def key(self) -> str:
         """The same for optimizers that have parameters of the same names."""
-        return _names_key(self.names.values())
+        return _names_key(self.names[p] for p in _parameters(self.optimizer) if p in self.names)
 
     @property
     def common(self) -> dict[str, Any]:
