@@ -221,19 +221,25 @@ def test_a_copy_that_fails_in_the_background_fails_both_of_its_futures(tmp_path:
     assert reshard.read_state_dict(tmp_path / "good")["common"] == 2.0
 
 
-def stay_away_on_rank_1(folder: str) -> Any:
+def stay_away_on_rank_1(folder: str, kind: AsyncCheckpointerType) -> Any:
     if dist.get_rank() == 1:
         return None
-    future = reshard.async_save(values(1.0), checkpoint_id=folder, timeout_seconds=1)
+    future = reshard.async_save(
+        values(1.0), checkpoint_id=folder, async_checkpointer_type=kind, timeout_seconds=1
+    )
     return told(future.exception(PROMPTLY))
 
 
-def test_a_rank_that_does_not_call_is_named_when_the_time_is_up(tmp_path: Path) -> None:
-    error, failures = run_ranks(2, stay_away_on_rank_1, str(tmp_path))[0]
+@both_kinds
+def test_a_rank_that_does_not_call_is_named_by_all_when_the_time_is_up(
+    kind: AsyncCheckpointerType, tmp_path: Path
+) -> None:
+    first, _, last = run_ranks(3, stay_away_on_rank_1, str(tmp_path), kind)
 
-    assert error == "CheckpointException"
-    assert list(failures) == [1]
-    assert "did not answer within 1 s" in failures[1]
+    for error, failures in (first, last):
+        assert error == "CheckpointException"
+        assert list(failures) == [1]
+        assert "did not answer within 1 s" in failures[1]
 
 
 class DyingStager(BlockingAsyncStager):

@@ -44,6 +44,7 @@ _LOOK_AROUND_SECONDS = 1.0
 _SHORTEST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.002
 _LAST_ANSWER_SECONDS = 5.0
+_ANSWER_GRACE_SECONDS = 5.0
 _PART_BYTES = 4 << 20
 _VALUE, _FAILURE = b"\0", b"\1"
 
@@ -188,7 +189,9 @@ class StoreChannel:
         if self._interrupt is not None:
             return message
         key = f"{prefix}/answer/{self.rank}"
-        for lost in self._wait_for({self.coordinator: key}, phase).values():
+        # Longer than the coordinator waits: if it gives somebody up, it will say whom.
+        waiting = self._wait_for({self.coordinator: key}, phase, _ANSWER_GRACE_SECONDS)
+        for lost in waiting.values():
             return _FAILURE + pickle.dumps({self.coordinator: encode_error(lost)})
         return self._take(key)
 
@@ -219,10 +222,12 @@ class StoreChannel:
             failures[self.rank] = result[1:]
         return [_FAILURE + pickle.dumps(failures)] * self.world_size
 
-    def _wait_for(self, keys: Mapping[int, str], phase: str) -> dict[int, RankLostError]:
+    def _wait_for(
+        self, keys: Mapping[int, str], phase: str, grace: float = 0.0
+    ) -> dict[int, RankLostError]:
         """Wait until each rank has left its key, or will not; which ranks are lost."""
         began = time.monotonic()
-        give_up = began + (self.timeout_seconds or math.inf)
+        give_up = began + (self.timeout_seconds or math.inf) + grace
         look_around = began + _LOOK_AROUND_SECONDS
         waiting, lost = dict(keys), dict[int, RankLostError]()
         pause = _SHORTEST_PAUSE_SECONDS

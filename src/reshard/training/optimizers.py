@@ -155,7 +155,7 @@ class OptimizerStates:
         entries = list(_entries_below(metadata, prefix))
         composites = {path[:-1]: None for path, _ in entries if path[-1] == KIND}
         for path, entry in entries:
-            if any(path[:depth] in composites for depth in range(3, len(path))):
+            if composites and any(path[:depth] in composites for depth in range(3, len(path))):
                 continue
             if path[0] == "groups":
                 set_element(template, path, _placeholder(entry))
