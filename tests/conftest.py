@@ -5,18 +5,10 @@ from __future__ import annotations
 import pytest
 
 SLOW_FILES = {
-    "test_accelerate.py",
-    "test_async_failures.py",
     "test_async_together.py",
     "test_frameworks.py",
-    "test_optimizer_state.py",
-    "test_state_dict_family.py",
     "test_torch_under_a_patch.py",
     "test_torchtitan.py",
-    "test_train_state.py",
-    "test_train_state_meta.py",
-    "test_train_state_models.py",
-    "test_train_state_optimizers.py",
 }
 
 

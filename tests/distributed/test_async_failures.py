@@ -222,11 +222,12 @@ def test_a_copy_that_fails_in_the_background_fails_both_of_its_futures(tmp_path:
 
 
 def stay_away_on_rank_1(folder: str, kind: AsyncCheckpointerType) -> Any:
+    # So that worker processes are there, whose start may take longer than the time limit.
+    options: dict[str, Any] = {"checkpoint_id": folder, "async_checkpointer_type": kind}
+    reshard.async_save(values(0.0), **options).result(SECONDS)
     if dist.get_rank() == 1:
         return None
-    future = reshard.async_save(
-        values(1.0), checkpoint_id=folder, async_checkpointer_type=kind, timeout_seconds=1
-    )
+    future = reshard.async_save(values(1.0), **options, timeout_seconds=1)
     return told(future.exception(PROMPTLY))
 
 
