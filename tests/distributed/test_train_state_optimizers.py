@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 import reshard
 from reshard.training import TrainState
@@ -348,6 +349,30 @@ def test_settings_of_groups_are_found_under_another_name(tmp_path: Path) -> None
     state = TrainState(other, fresh)
     reshard.load({"train": state}, checkpoint_id=tmp_path, rename={"old": "train"})
     assert len(state.report.optimizer.restored) == 12
+    assert (fresh.param_groups[0]["lr"], state.report.optimizer.groups_left) == (0.3, [])
+
+
+@pytest.mark.parametrize("make", [adamw, lambda p: Coded(p, wrapped=True)], ids=["AdamW", "coded"])
+def test_state_of_parameters_is_found_under_their_other_names(make: Make, tmp_path: Path) -> None:
+    model, other = small_model(), nn.ModuleDict({"first": small_model(1).up})
+    optimizer, fresh = make(model.up.parameters()), make(other.parameters())
+    optimizer.param_groups[0]["lr"] = 0.3
+    losses(model, optimizer)
+    reshard.save({"old": TrainState(model.up, optimizer)}, checkpoint_id=tmp_path)
+    state = TrainState(other, fresh)
+
+    def rename(name: str) -> str:
+        return re.sub(r"^old\b", "train", name).replace(".0.", ".first.0.", 1)
+
+    reshard.load({"train": state}, checkpoint_id=tmp_path, rename=rename)
+    before = [optimizer.state[p] for p in model.up.parameters()]
+    after = [fresh.state[p] for p in other.parameters()]
+    assert [sorted(each) for each in after] == [sorted(each) for each in before]
+    for mine, theirs in zip(after, before, strict=True):
+        for key in mine:
+            parts = ("inner", "scale") if isinstance(mine[key], Scaled) else ("data",)
+            for part in parts:
+                assert torch.equal(getattr(mine[key], part), getattr(theirs[key], part))
     assert (fresh.param_groups[0]["lr"], state.report.optimizer.groups_left) == (0.3, [])
 
 

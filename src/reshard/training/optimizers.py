@@ -98,6 +98,7 @@ class OptimizerStates:
     ) -> None:
         self._models = models
         self._parts = [self._part(optimizer) for optimizer in optimizers]
+        self._new_names: dict[str, str] = {}
         self.report = OptimizerReport()
 
     def _part(self, optimizer: torch.optim.Optimizer) -> _Part:
@@ -153,6 +154,7 @@ class OptimizerStates:
         common = {part.key: part.common for part in self._parts}
         missing |= {key for keys in common.values() for key in keys}
         entries = list(_entries_below(metadata, prefix))
+        self._new_names = _new_names(metadata, prefix, entries)
         composites = {path[:-1]: None for path, _ in entries if path[-1] == KIND}
         for path, entry in entries:
             if composites and any(path[:depth] in composites for depth in range(3, len(path))):
@@ -213,7 +215,9 @@ class OptimizerStates:
         }
         self._forget_what_was_left_out(state)
         settings = {
-            name: _settings(group) for group in groups.values() for name in group.get("params", ())
+            self._new_names.get(name, name): _settings(group)
+            for group in groups.values()
+            for name in group.get("params", ())
         }
         for part in self._parts:
             if part.fsdp1 is not None:
@@ -304,17 +308,37 @@ def _entries_below(metadata: Metadata, prefix: StatePath) -> Iterator[tuple[Stat
         if path is not None and tuple(path[: len(prefix)]) == tuple(prefix):
             yield tuple(path[len(prefix) :]), entry
         elif path is None:
-            yield _guessed_path(name.removeprefix(below)), entry
+            old = paths.get(entry.alias_of or "", ())
+            yield _renamed_path(name.removeprefix(below), old), entry
 
 
-def _guessed_path(name: str) -> StatePath:
+def _renamed_path(name: str, old: StatePath) -> StatePath:
     """The path of an entry that was renamed on the way, and so has none of its own.
 
-    Names of parameters have dots; of what is below them only one part is taken.
+    Its kind comes first, then a name that may have dots, and last what is below that, which
+    is cut as it was before.
     """
     kind, _, rest = name.partition(".")
+    tail = old[old.index(kind) + 2 :] if kind in old else ()
+    below = ".".join(map(str, tail))
+    if tail and rest.endswith(f".{below}"):
+        return kind, rest.removesuffix(f".{below}"), *tail
     first, _, last = rest.rpartition(".") if kind == "state" else rest.partition(".")
     return kind, first, last
+
+
+def _new_names(
+    metadata: Metadata, prefix: StatePath, entries: Sequence[tuple[StatePath, _Entry]]
+) -> dict[str, str]:
+    """The names of parameters by those that they were saved under, if a load renames them."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    found = {}
+    for path, entry in entries:
+        renamed = ".".join(map(str, (*prefix, *path))) not in paths
+        old = paths.get(entry.alias_of or "", ()) if renamed else ()
+        if path[0] == "state" and "state" in old:
+            found[str(old[old.index("state") + 1])] = str(path[1])
+    return found
 
 
 def _placeholder(entry: _Entry) -> Any:
