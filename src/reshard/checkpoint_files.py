@@ -23,8 +23,9 @@ __all__ = [
     "complete_parts",
     "delete_quietly",
     "file_prefix",
+    "has_checkpoint",
     "is_ours",
-    "newest_generation",
+    "next_generation",
     "read_manifest",
     "read_one_manifest",
     "remove_debris",
@@ -80,14 +81,15 @@ def _part_sets(store: Store) -> dict[tuple[int, int], dict[int, str]]:
     return found
 
 
-def newest_generation(store: Store) -> int:
-    """The newest generation of which all parts are there; -1 if there is none.
+def next_generation(store: Store) -> int:
+    """One past every generation of which there is a part, be it complete or not."""
+    return max((generation for generation, _ in _part_sets(store)), default=-1) + 1
 
-    Ranks find it for themselves. A generation is only complete with the part of the rank
-    that asks, so all of them find the same, whoever is faster.
-    """
-    complete = [g for (g, world), parts in _part_sets(store).items() if len(parts) == world]
-    return max(complete, default=-1)
+
+def has_checkpoint(store: Store) -> bool:
+    """Whether a whole checkpoint is there, in whatever form."""
+    sets = _part_sets(store)
+    return MANIFEST in store.list() or any(len(parts) == kind[1] for kind, parts in sets.items())
 
 
 def complete_parts(store: Store) -> list[str]:

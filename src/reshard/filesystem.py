@@ -28,8 +28,9 @@ from reshard.checkpoint_files import (
     complete_parts,
     delete_quietly,
     file_prefix,
+    has_checkpoint,
     is_ours,
-    newest_generation,
+    next_generation,
     read_manifest,
     read_one_manifest,
     remove_debris,
@@ -115,6 +116,8 @@ class FileSystemWriter(StorageWriter):
         self.world_size = 1
         self.use_collectives = True
         self.save_id = str(uuid.uuid4())
+        self.generation: int | None = None
+        """Of a save without collectives: what all ranks number their parts with."""
         self._unclaimed: list[str] = []
         self._stager = BlockingAsyncStager(cache_staged_state_dict)
 
@@ -147,6 +150,13 @@ class FileSystemWriter(StorageWriter):
         self.rank = kwargs.get("rank") or 0
         self.world_size = kwargs.get("world_size") or 1
         self.use_collectives = kwargs.get("use_collectives", True)
+        self.generation = None
+
+    def next_generation(self) -> int:
+        """What the parts of the next save without collectives may be numbered with."""
+        store = self.open_store()
+        store.create()
+        return next_generation(store)
 
     def open_store(self) -> Store:
         """Where the bytes go. Made to be overridden."""
@@ -172,7 +182,7 @@ class FileSystemWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         store = self.open_store()
         store.create()
-        if not self.overwrite and MANIFEST in store.list():
+        if not self.overwrite and has_checkpoint(store):
             raise CheckpointException(
                 f"there is a checkpoint at {store.location} already, and overwrite=False"
             )
@@ -249,8 +259,10 @@ class FileSystemWriter(StorageWriter):
             store.commit(MANIFEST, encoded)
             remove_debris(store, before, manifest)
         else:
-            generation = newest_generation(store) + 1
-            store.commit(f"{MANIFEST}.{self.rank}-of-{self.world_size}.{generation}", encoded)
+            generation = next_generation(store) if self.generation is None else self.generation
+            part = f"{MANIFEST}.{self.rank}-of-{self.world_size}.{generation}"
+            store.commit(part, encoded)
+            self._unclaimed.append(part)
         metadata.storage_data = StorageTable(manifest)
         metadata.storage_meta = self.storage_meta()
         metadata.version = str(VERSION)
@@ -272,10 +284,12 @@ class FileSystemWriter(StorageWriter):
         store = self.open_store()
         if not self._unclaimed:
             return
-        try:
-            claimed = set(read_manifest(store).files)
-        except CheckpointNotFoundError:
-            claimed = set()
+        claimed: set[str] = set()
+        # Without a checkpoint, there is nothing that could claim them.
+        with contextlib.suppress(CheckpointNotFoundError):
+            claimed |= set(read_manifest(store).files)
+        with contextlib.suppress(CheckpointNotFoundError):
+            claimed |= set(complete_parts(store))
         delete_quietly(store, [key for key in self._unclaimed if key not in claimed])
         self._unclaimed = []
 

@@ -88,8 +88,7 @@ class SaveOperation:
 
     def run(self) -> Metadata:
         if not self.use_collectives:
-            self.channel.gather_scatter("save", self.save_alone, self.retire_older)
-            return self._committed()
+            return self._run_alone()
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
         if reply[:1] == _AGAIN:
             # Some rank relied on a cached plan that the coordinator no longer has.
@@ -227,9 +226,33 @@ class SaveOperation:
         metadata.storage_meta = self.writer.storage_meta()
         return metadata
 
-    def save_alone(self) -> bytes:
-        """Plan, write and commit what this rank holds, without the others."""
+    def _run_alone(self) -> Metadata:
+        """Save without a plan of all ranks. Only what the parts are numbered with is agreed on."""
+        number = self.channel.gather_scatter("plan", self.propose_generation, _highest)
+        try:
+            self.channel.gather_scatter(
+                "save", lambda: self.save_alone(int(number)), self.retire_older
+            )
+        except CheckpointException:
+            self._discard()
+            raise
+        if self.metadata is None:
+            raise RuntimeError("the save ended without metadata")
+        return self.metadata
+
+    def propose_generation(self) -> bytes:
         self._set_up()
+        if isinstance(self.planner, DefaultSavePlanner):
+            # What it remembers was planned together with other ranks.
+            self.planner.forget_cached_plans()
+        if isinstance(self.writer, FileSystemWriter):
+            return str(self.writer.next_generation()).encode()
+        return b"0"
+
+    def save_alone(self, generation: int) -> bytes:
+        """Plan, write and commit what this rank holds, without the others."""
+        if isinstance(self.writer, FileSystemWriter):
+            self.writer.generation = generation
         plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
         plans, self.metadata = self.planner.create_global_plan([plan])
         final = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[0])
@@ -243,10 +266,9 @@ class SaveOperation:
             self.writer.retire_older()
         return [b""] * len(messages)
 
-    def _committed(self) -> Metadata:
-        if self.metadata is None:
-            raise RuntimeError("the save ended without metadata")
-        return self.metadata
+
+def _highest(messages: Sequence[bytes]) -> list[bytes]:
+    return [max(messages, key=int)] * len(messages)
 
 
 def refuse_dcp(*objects: object) -> None:

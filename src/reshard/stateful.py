@@ -26,8 +26,7 @@ class Stateful(Protocol):
 
 def is_stateful(value: Any) -> bool:
     """Whether `value` is `Stateful`; much faster than asking the protocol."""
-    kind = type(value)
-    return hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 StatefulT = TypeVar("StatefulT", bound=Stateful)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -277,8 +279,70 @@ def fail_without_collectives(folder: str) -> list[int]:
 
 def test_a_failure_without_collectives_is_told_to_every_rank(tmp_path: Path) -> None:
     assert run_ranks(3, fail_without_collectives, str(tmp_path)) == [[2]] * 3
-    with pytest.raises(CheckpointNotFoundError, match=r"not complete: of 3 ranks.* rank 2"):
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint"):
         reshard.FileSystemReader(tmp_path).read_metadata()
+
+
+class Late(reshard.DefaultSavePlanner):
+    def finish_plan(self, new_plan: reshard.SavePlan) -> reshard.SavePlan:
+        time.sleep(0.5)
+        return super().finish_plan(new_plan)
+
+
+class Failing(reshard.DefaultSavePlanner):
+    def finish_plan(self, new_plan: reshard.SavePlan) -> reshard.SavePlan:
+        raise OSError("no space left")
+
+
+def fail_and_try_again(folder: str) -> list[str]:
+    """Without collectives: a save, one that fails on rank 1, and one where rank 0 is late."""
+    rank = dist.get_rank()
+
+    def save(seed: float, planner: Any = None) -> None:
+        state = {f"of_{rank}": torch.full((2,), seed)}
+        reshard.save(state, checkpoint_id=folder, planner=planner, use_collectives=False)
+
+    save(1.0)
+    with pytest.raises(reshard.CheckpointException):
+        save(2.0, Failing() if rank == 1 else None)
+    dist.barrier()
+    left = sorted(os.listdir(folder))
+    dist.barrier()
+    save(3.0, Late() if rank == 0 else None)
+    return left
+
+
+def test_a_save_after_a_failure_without_collectives_is_not_mixed_with_it(tmp_path: Path) -> None:
+    for left in run_ranks(2, fail_and_try_again, str(tmp_path)):
+        assert left == [".metadata.0-of-2.0", ".metadata.1-of-2.0", *SHARDS_OF_TWO]
+    found = reshard.read_state_dict(tmp_path)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "of_0": [3.0, 3.0],
+        "of_1": [3.0, 3.0],
+    }
+
+
+SHARDS_OF_TWO = ["__0_0.safetensors", "__1_0.safetensors"]
+
+
+def test_overwrite_false_respects_a_checkpoint_in_parts(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, use_collectives=False)
+    writer = reshard.FileSystemWriter(tmp_path, overwrite=False)
+    for use_collectives in (True, False):
+        with pytest.raises(reshard.CheckpointException, match="already, and overwrite=False"):
+            reshard.save(
+                {"w": torch.zeros(2)}, storage_writer=writer, use_collectives=use_collectives
+            )
+    assert reshard.read_tensor(tmp_path, "w").tolist() == [1.0, 1.0]
+
+
+def test_a_planner_that_remembers_may_be_used_with_and_without_collectives(tmp_path: Path) -> None:
+    planner = reshard.DefaultSavePlanner(enable_plan_caching=True)
+    for number, use_collectives in enumerate([True, False, False, True, True]):
+        state = {"w": torch.full((2,), float(number))}
+        place = tmp_path / str(use_collectives)
+        reshard.save(state, checkpoint_id=place, planner=planner, use_collectives=use_collectives)
+        assert reshard.read_tensor(place, "w").tolist() == [number] * 2
 
 
 def test_a_failure_without_collectives_keeps_the_old_checkpoint(tmp_path: Path) -> None:
