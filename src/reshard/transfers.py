@@ -289,6 +289,7 @@ class _Requests:
                 offsets=item.storage_offsets,
                 lengths=item.lengths,
                 target=tensor.detach(),
+                into=item.dest_index.fqn,
                 done=None if self._plain else partial(self._planner.commit_tensor, item, tensor),
             )
         )
@@ -344,5 +345,6 @@ class _Requests:
                     tuple(offsets[:dims]),
                     here,
                     target,
+                    base.names[dest],
                 )
             )

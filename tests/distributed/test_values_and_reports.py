@@ -514,3 +514,25 @@ def test_what_one_rank_saved_of_a_sharded_tensor_is_not_taken_for_the_whole(
     with pytest.raises(reshard.CheckpointException, match="'w'") as caught:
         reshard.load({"w": torch.zeros(8)}, checkpoint_id=tmp_path)
     assert isinstance(caught.value.failures[0][0], CoverageError)
+
+
+@pytest.mark.parametrize("verify", ["off", "chunks", "full"])
+@pytest.mark.parametrize("side", [3, 1500])
+def test_of_two_stored_tensors_for_one_memory_the_last_one_stays(
+    side: int, verify: Any, tmp_path: Path
+) -> None:
+    stored = {"embed": torch.full((side, side), 1.0), "head": torch.full((side, side), 2.0)}
+    reshard.save(stored, checkpoint_id=tmp_path)
+    for _ in range(3):
+        tied = torch.zeros(side, side)
+        reshard.load({"embed": tied, "head": tied}, checkpoint_id=tmp_path, verify=verify)
+        assert tied.unique().tolist() == [2.0]
+        reshard.load({"head": tied, "embed": tied}, checkpoint_id=tmp_path, verify=verify)
+        assert tied.unique().tolist() == [1.0]
+
+
+def test_stored_tensors_for_overlapping_views_are_read_one_after_the_other(tmp_path: Path) -> None:
+    reshard.save({"a": torch.full((6,), 1.0), "b": torch.full((6,), 2.0)}, checkpoint_id=tmp_path)
+    memory = torch.zeros(8)
+    reshard.load({"a": memory[:6], "b": memory[2:]}, checkpoint_id=tmp_path)
+    assert memory.tolist() == [1.0] * 2 + [2.0] * 6

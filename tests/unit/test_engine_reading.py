@@ -73,6 +73,7 @@ def make_request(
     chunk: torch.Tensor, offsets: Sequence[int], target: torch.Tensor, begin: int = 0, **kw: Any
 ) -> Request:
     return Request(
+        into=kw.pop("into", "the.key"),
         name="the.key",
         file="file",
         begin=begin,

@@ -48,7 +48,8 @@ class Verify(Enum):
 class Request:
     """One region of one stored chunk, and the tensor to fill with it.
 
-    The chunk begins at byte `begin` of the file; `offsets` count from its start.
+    The chunk begins at byte `begin` of the file; `offsets` count from its start. `into` is the
+    name of what the target is a part of.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Request:
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     target: torch.Tensor
+    into: str
     done: Callable[[], None] | None = None
     whole: bool = field(init=False)
     nbytes: int = field(init=False)
@@ -83,7 +85,8 @@ def read_regions(
     """
     job = _Job(readers, verify, where, advance)
     direct, other = [], []
-    for request in requests:
+    apart, shared = _split_by_sharing(requests)
+    for request in apart:
         # Empty regions ask for nothing, but whoever asked wants to hear of the end.
         if not request.nbytes:
             if request.done is not None:
@@ -93,7 +96,40 @@ def read_regions(
         else:
             other.append([request])
     run_all(job.read, [*other, *_batches(direct)], threads)
+    # One after the other, as they were planned: the last one stays.
+    run_all(job.read, [[request] for request in shared if request.nbytes], 1)
     return sum(request.nbytes for request in requests)
+
+
+def _split_by_sharing(requests: Sequence[Request]) -> tuple[Sequence[Request], list[Request]]:
+    """Requests that have their memory to themselves, and those that share it with another name.
+
+    What is read into one memory under two names must not be read at the same time.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    for request in requests:
+        target = request.target
+        if request.nbytes and target.device.type == "cpu":
+            extent = target.nbytes
+            if not target.is_contiguous():
+                last_at = sum(
+                    (n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)
+                )
+                extent = (last_at + 1) * target.itemsize
+            begin = target.data_ptr()
+            low, high = spans.get(request.into, (begin, begin))
+            spans[request.into] = (min(low, begin), max(high, begin + extent))
+    sharing: set[str] = set()
+    last, end = "", 0
+    for name, (low, high) in sorted(spans.items(), key=lambda span: span[1]):
+        if low < end:
+            sharing |= {last, name}
+        if high > end:
+            last, end = name, high
+    if not sharing:
+        return requests, []
+    apart = [request for request in requests if request.into not in sharing]
+    return apart, [request for request in requests if request.into in sharing]
 
 
 def read_bytes(
