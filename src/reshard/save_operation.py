@@ -69,13 +69,20 @@ class SaveJob:
 class SaveOperation:
     """One save, as one rank sees it.
 
-    `prepare` is called where its failure reaches the other ranks.
+    `prepare` is called where its failure reaches the other ranks. It may ask objects for
+    their state, which may communicate in its turn; so what `check` finds is told to all
+    ranks before that.
     """
 
     def __init__(
-        self, prepare: Callable[[], SaveJob], channel: Channel, use_collectives: bool
+        self,
+        prepare: Callable[[], SaveJob],
+        channel: Channel,
+        use_collectives: bool,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.prepare = prepare
+        self.check = check
         self.channel = channel
         self.use_collectives = use_collectives
         self._job: SaveJob | None = None
@@ -87,6 +94,9 @@ class SaveOperation:
         self.metadata: Metadata | None = None
 
     def run(self) -> Metadata:
+        if self.check is not None:
+            check = self.check
+            self.channel.gather_scatter("open", lambda: check() or b"", lambda messages: messages)
         if not self.use_collectives:
             return self._run_alone()
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)

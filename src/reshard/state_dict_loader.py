@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +20,12 @@ import torch.distributed as dist
 from reshard.api import CheckpointException, CoverageError, MissingKeyError
 from reshard.background.backlog import backlog, place_of
 from reshard.composites import KIND
-from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, Channel, open_channel
+from reshard.coordination.channel import (
+    DEFAULT_TIMEOUT_SECONDS,
+    Channel,
+    open_channel,
+    telling_others,
+)
 from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from reshard.engine.collector import paused_collection
@@ -92,23 +98,45 @@ def load(
     (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). A rank
     that does not answer for `timeout_seconds` counts as failed; 0 means to wait for ever.
     """
-    reader = _choose_reader(storage_reader, checkpoint_id)
-    if isinstance(reader, FileSystemReader):
-        if verify is not None:
-            reader.verify = Verify(verify)
-        reader.allow_pickle = reader.allow_pickle or allow_pickle
-    chosen = planner if planner is not None else DefaultLoadPlanner()
-    if exclude and not isinstance(chosen, DefaultLoadPlanner):
-        raise ValueError(
-            f"exclude needs a planner that derives from DefaultLoadPlanner, not "
-            f"{type(chosen).__name__}: leave the keys out of the state dict"
-        )
-    if isinstance(chosen, DefaultLoadPlanner):
-        chosen.exclude = tuple([exclude] if isinstance(exclude, str) else exclude)
-        chosen.allow_pickle = chosen.allow_pickle or allow_pickle
-        chosen.allow_partial_load = chosen.allow_partial_load or not strict
-    options = _Options(strict == "exact", rename, timeout_seconds)
-    return _load(state_dict, reader, process_group, 0, no_dist, chosen, options)
+    began = time.perf_counter()
+    channel = _open_channel(process_group, no_dist, 0, timeout_seconds)
+    with telling_others(channel), contextlib.ExitStack() as undo:
+        if strict not in (True, False, "exact"):
+            raise ValueError(f"strict is True, False or 'exact', not {strict!r}")
+        reader = _choose_reader(storage_reader, checkpoint_id)
+        chosen = planner if planner is not None else DefaultLoadPlanner()
+        if exclude and not isinstance(chosen, DefaultLoadPlanner):
+            raise ValueError(
+                f"exclude needs a planner that derives from DefaultLoadPlanner, not "
+                f"{type(chosen).__name__}: leave the keys out of the state dict"
+            )
+        if isinstance(reader, FileSystemReader):
+            undo.enter_context(_settings(reader))
+            if verify is not None:
+                reader.verify = Verify(verify)
+            reader.allow_pickle = reader.allow_pickle or allow_pickle
+        if isinstance(chosen, DefaultLoadPlanner):
+            undo.enter_context(_settings(chosen))
+            chosen.exclude = tuple([exclude] if isinstance(exclude, str) else exclude)
+            chosen.allow_pickle = chosen.allow_pickle or allow_pickle
+            chosen.allow_partial_load = chosen.allow_partial_load or not strict
+        later = undo.pop_all()
+    with later, channel:
+        report = _Load(state_dict, reader, chosen, channel, strict == "exact", rename).run()
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+@contextlib.contextmanager
+def _settings(used: FileSystemReader | DefaultLoadPlanner) -> Iterator[None]:
+    """What a call asks of an object that was passed to it is for this call only."""
+    names = ("verify", "allow_pickle", "exclude", "allow_partial_load")
+    before = {name: getattr(used, name) for name in names if hasattr(used, name)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(used, name, value)
 
 
 def load_state_dict(
@@ -135,7 +163,8 @@ def _load_state_dict(
 ) -> None:
     """Load into a state dict without `Stateful` values, as tools of other projects do."""
     chosen = planner if planner is not None else DefaultLoadPlanner()
-    _load(state_dict, storage_reader, process_group, coordinator_rank, no_dist, chosen, _Options())
+    with _open_channel(process_group, no_dist, coordinator_rank) as channel:
+        _Load(state_dict, storage_reader, chosen, channel).run()
 
 
 def read_state_dict(
@@ -173,6 +202,7 @@ def read_tensor(
     `region` has a slice of step 1 for each dimension, or for the first few.
     """
     reader = FileSystemReader(checkpoint_id, verify=verify)
+    backlog().settle(place_of(reader))
     metadata = reader.read_metadata()
     entry = metadata.state_dict_metadata.get(fqn)
     if not isinstance(entry, TensorStorageMetadata):
@@ -235,7 +265,8 @@ def _read_keys(
     state_dict: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys)
     planner.allow_pickle = allow_pickle
-    _load(state_dict, reader, process_group, 0, no_dist, planner, _Options())
+    with _open_channel(process_group, no_dist) as channel:
+        _Load(state_dict, reader, planner, channel).run()
     return state_dict
 
 
@@ -257,30 +288,14 @@ def _choose_reader(
     return reader
 
 
-@dataclass
-class _Options:
-    exact: bool = False
-    rename: Rename | None = None
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
-
-
-def _load(
-    state_dict: dict[str, Any],
-    reader: StorageReader,
+def _open_channel(
     process_group: dist.ProcessGroup | None,
-    coordinator_rank: int,
     no_dist: bool,
-    planner: LoadPlanner,
-    options: _Options,
-) -> LoadReport:
-    began = time.perf_counter()
+    coordinator_rank: int = 0,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+) -> Channel:
     use_dist = not no_dist and dist.is_available() and dist.is_initialized()
-    timeout = options.timeout_seconds
-    channel = open_channel(process_group, use_dist, coordinator_rank, timeout)
-    with channel:
-        report = _Load(state_dict, reader, planner, channel, options).run()
-    report.seconds = time.perf_counter() - began
-    return report
+    return open_channel(process_group, use_dist, coordinator_rank, timeout_seconds)
 
 
 class _Load:
@@ -292,32 +307,52 @@ class _Load:
         reader: StorageReader,
         planner: LoadPlanner,
         channel: Channel,
-        options: _Options,
+        exact: bool = False,
+        rename: Rename | None = None,
     ) -> None:
         self.original = state_dict
         self.reader = reader
         self.planner = planner
         self.channel = channel
-        self.options = options
+        self.exact = exact
+        self.rename = rename
         self.report = LoadReport()
         self.excluded: list[str] = []
         self.plan: LoadPlan
 
     def run(self) -> LoadReport:
+        # States are asked for, and given back, only when no rank can fail for another reason:
+        # both may communicate, and would wait for the rank that failed.
+        self.channel.gather_scatter("open", self.open, lambda messages: messages)
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
         unexpected, plan = msgspec.msgpack.decode(reply)
         self.report.unexpected = self._name_unexpected(unexpected)
         if plan:
             self.plan = decode_load_plan(plan)
         self.channel.gather_scatter("read", self.read, lambda messages: messages)
+        self.channel.gather_scatter("give back", self.give_back, lambda messages: messages)
         return self.report
 
+    def open(self) -> bytes:
+        backlog().settle(place_of(self.reader))
+        self.metadata = self._read_metadata()
+        return b""
+
+    def _read_metadata(self) -> Metadata:
+        """That of the checkpoint; or of this rank, from a storage that keeps it by rank."""
+        reader = self.reader
+        try:
+            return reader.read_metadata()
+        except Exception:
+            own = type(reader).read_metadata
+            if isinstance(reader, FileSystemReader) or not takes_any_keyword(own):
+                raise
+        return reader.read_metadata(rank=self.channel.rank)
+
     def plan_locally(self) -> bytes:
-        channel, reader, planner = self.channel, self.reader, self.planner
-        backlog().settle(place_of(reader))
+        channel, reader, planner, metadata = self.channel, self.reader, self.planner, self.metadata
         self.state_dict = self._ask_stateful()
-        metadata = reader.read_metadata()
-        seen = _renamed(metadata, self.options.rename)
+        seen = _renamed(metadata, self.rename)
         self._ask_for_templates(seen)
         template, self.rank_values = choose_rank_values(
             self.state_dict, channel.rank, channel.world_size, seen.state_dict_metadata
@@ -403,7 +438,7 @@ class _Load:
         # A key that any rank asks for is expected: stages of a pipeline ask for their own.
         bits = np.bitwise_and.reduce([np.frombuffer(mask, dtype=np.uint8) for mask in masks])
         nobody_wants = self._name_unexpected(bits.tobytes())
-        if self.options.exact and nobody_wants:
+        if self.exact and nobody_wants:
             shown = ", ".join(map(repr, nobody_wants[:5]))
             raise MissingKeyError(
                 f"the checkpoint has {len(nobody_wants)} keys that no state dict asks for, such as "
@@ -422,6 +457,9 @@ class _Load:
         self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
         if isinstance(self.planner, DefaultLoadPlanner):
             self.planner.finish_load()
+        return b""
+
+    def give_back(self) -> bytes:
         self._unwrap()
         self._give_back()
         return b""

@@ -12,7 +12,12 @@ import torch.distributed as dist
 
 from reshard.background.backlog import WhenBusy, backlog, place_of
 from reshard.background.saves import BackgroundSave, worker_of_this_process
-from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS, open_channel
+from reshard.coordination.channel import (
+    DEFAULT_TIMEOUT_SECONDS,
+    Channel,
+    open_channel,
+    telling_others,
+)
 from reshard.default_planner import DefaultSavePlanner
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
@@ -55,17 +60,11 @@ def save(
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.
     """
-    backlog().wait_for_users(storage_writer, planner)
-    writer = choose_writer(storage_writer, checkpoint_id)
-    return _save_state_dict(
-        state_dict,
-        writer,
-        process_group=process_group,
-        no_dist=no_dist,
-        planner=planner,
-        use_collectives=use_collectives,
-        timeout_seconds=timeout_seconds,
-    )
+    channel = open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds)
+    with telling_others(channel):
+        backlog().wait_for_users(storage_writer, planner)
+        writer = choose_writer(storage_writer, checkpoint_id)
+    return _save(state_dict, writer, planner, channel, use_collectives)
 
 
 def save_state_dict(
@@ -95,17 +94,27 @@ def _save_state_dict(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
     channel = open_channel(process_group, _use_dist(no_dist), coordinator_rank, timeout_seconds)
+    return _save(state_dict, storage_writer, planner, channel, use_collectives)
 
-    def prepare() -> SaveJob:
-        # Earlier failures are raised, and states asked for, where all ranks hear of an error.
+
+def _save(
+    state_dict: STATE_DICT_TYPE,
+    storage_writer: StorageWriter,
+    planner: SavePlanner | None,
+    channel: Channel,
+    use_collectives: bool,
+) -> Metadata:
+    def check() -> None:
         backlog().raise_unseen()
         backlog().settle(place_of(storage_writer))
+
+    def prepare() -> SaveJob:
         return SaveJob(
             _stateful_to_state_dict(state_dict), storage_writer, planner or DefaultSavePlanner()
         )
 
     with channel:
-        return SaveOperation(prepare, channel, use_collectives).run()
+        return SaveOperation(prepare, channel, use_collectives, check).run()
 
 
 def _use_dist(no_dist: bool) -> bool:
@@ -165,9 +174,9 @@ def async_save(
     Saves of one process run one after the other. While one runs and another waits, a
     third call blocks until one of them is done, or raises `BusyError` with
     `when_busy="refuse"`. A save that fails raises from its future; if nobody looks at
-    that, from the next `save` or `async_save`, from `close`, or from a `load` of the same
-    place, and what is left is reported on stderr when the process ends. A process that
-    ends waits for its saves.
+    that, from the next `save` or `async_save` (whose own save goes on all the same), from
+    `close`, or from a `load` of the same place, and what is left is reported on stderr
+    when the process ends. A process that ends waits for its saves.
 
     No collective is issued, so training may use any group meanwhile.
     """
@@ -194,8 +203,9 @@ def prewarm(
 ) -> None:
     """Get ready to `async_save` such a state dict: the first will be as fast as the next.
 
-    Takes the staging memory, and starts the worker process if one is asked for. Not a
-    collective. `Stateful` values are asked for their state.
+    Takes the staging memory, and starts the worker process if one is asked for. No ranks
+    wait for each other, unless `Stateful` values do that when they are asked for their
+    state.
     """
     if AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS:
         worker_of_this_process().start()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard.api import CheckpointNotFoundError, WorkerLostError
+from reshard.background import saves
 from reshard.background.saves import worker_of_this_process
 from reshard.staging import BlockingAsyncStager, DefaultStager
 from reshard.state_dict_saver import AsyncCheckpointerType
@@ -291,7 +292,50 @@ def test_a_rank_that_died_is_named_within_seconds(
     assert reshard.read_state_dict(tmp_path)["common"] == 1.0
 
 
+def fail_once(folder: str) -> list[int]:
+    """Ten saves, of which the first fails, and rank 0 is late for the second."""
+    rank, futures = dist.get_rank(), []
+    for number in range(10):
+        dist.barrier()
+        if rank == 0 and number == 1:
+            time.sleep(0.5)
+        place = f"{folder}/{number}"
+        writer = FailingWriter(place, 1) if number == 0 else reshard.FileSystemWriter(place)
+        # An earlier failure is raised here, at different times on the two ranks.
+        with contextlib.suppress(reshard.CheckpointException):
+            futures.append(reshard.async_save(values(1.0), storage_writer=writer))
+    concurrent.futures.wait(futures, SECONDS)
+    with contextlib.suppress(reshard.CheckpointException):
+        reshard.close()
+    dist.barrier()
+    return [n for n in range(10) if os.path.exists(f"{folder}/{n}/.metadata")]
+
+
+def test_a_failure_costs_one_checkpoint_whenever_ranks_learn_of_it(tmp_path: Path) -> None:
+    assert run_ranks(2, fail_once, str(tmp_path)) == [[*range(1, 10)]] * 2
+
+
 # The worker dies
+
+
+def stop_the_worker_of_rank_1(folder: str) -> Any:
+    options: dict[str, Any] = {"checkpoint_id": folder, "async_checkpointer_type": PROCESS}
+    reshard.async_save(values(1.0), **options).result(SECONDS)
+    if dist.get_rank() == 1:
+        os.kill(worker_of_this_process().start().pid, signal.SIGSTOP)
+    saves._GRACE_SECONDS = 1.0
+    future = reshard.async_save(values(2.0), **options, timeout_seconds=1)
+    error = future.exception(PROMPTLY)
+    return type(error).__name__, str(error)
+
+
+def test_a_worker_that_hangs_is_given_up(tmp_path: Path) -> None:
+    there, here = run_ranks(2, stop_the_worker_of_rank_1, str(tmp_path))
+
+    assert there[0] == "CheckpointException"
+    assert here[0] == "WorkerLostError"
+    assert "it had not answered for 8.0 s" in here[1]
+    assert reshard.read_state_dict(tmp_path)["common"] == 1.0
 
 
 def kill_the_worker_of_rank_1(folder: str) -> Any:

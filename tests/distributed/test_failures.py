@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import threading
@@ -424,3 +425,86 @@ def test_a_rank_that_died_since_the_last_save_is_named_without_waiting_for_the_l
     for rank in (0, 2):
         assert "lost rank 1" in outcomes[rank]
         assert "died" in outcomes[rank]
+
+
+# Objects that communicate when they are asked for their state, as FSDP's first version does
+
+
+class Talking:
+    """Both directions are collectives."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(4)
+
+    def state_dict(self) -> dict[str, Any]:
+        dist.barrier()
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        dist.barrier()
+
+
+class UnreadableOnRank1(reshard.FileSystemReader):
+    def __init__(self, path: str, step: str) -> None:
+        super().__init__(path)
+        self.step = step
+
+    def fail(self, step: str) -> None:
+        if step == self.step and dist.get_rank() == 1:
+            raise OSError(f"rank 1 cannot {step}")
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self.fail("reset")
+        super().reset(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        self.fail("read_metadata")
+        return super().read_metadata(*args, **kwargs)
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        self.fail("read_data")
+        return super().read_data(plan, planner)
+
+
+def fail_beside_talking(folder: str, step: str) -> tuple[str, list[int], bool]:
+    """What a failure of rank 1 raises; whether the next operation then works."""
+    state = {"talking": Talking()}
+    reshard.save(state, checkpoint_id=folder)
+    kind, ranks = "nothing", list[int]()
+    try:
+        if step == "checkpoint_id":
+            reshard.save(state, checkpoint_id=None if dist.get_rank() == 1 else folder)
+        elif step == "unseen":
+            failing = reshard.FileSystemWriter("/dev/null/nowhere")
+            failed = reshard.async_save({"w": torch.ones(1)}, storage_writer=failing)
+            concurrent.futures.wait([failed])
+            if dist.get_rank() == 0:
+                failed.exception()
+            reshard.save(state, checkpoint_id=folder)
+        else:
+            reader = UnreadableOnRank1(folder, step)
+            reshard.load(state, checkpoint_id=folder, storage_reader=reader)
+    except (reshard.CheckpointException, RuntimeError, OSError) as error:
+        kind, ranks = type(error).__name__, list(getattr(error, "failures", {}))
+    reshard.save(state, checkpoint_id=folder)
+    return kind, ranks, True
+
+
+@pytest.mark.parametrize(
+    ("step", "raised_there"),
+    [
+        ("read_metadata", "CheckpointException"),
+        ("read_data", "CheckpointException"),
+        ("unseen", "CheckpointException"),
+        # As soon as a rank knows by itself, it says so by itself.
+        ("reset", "OSError"),
+        ("checkpoint_id", "RuntimeError"),
+    ],
+)
+def test_a_rank_that_fails_leaves_nobody_waiting_in_a_collective(
+    step: str, raised_there: str, tmp_path: Path
+) -> None:
+    here, there = run_ranks(2, fail_beside_talking, str(tmp_path), step, seconds=30)
+
+    assert here == ("CheckpointException", [1], True)
+    assert (there[0], there[2]) == (raised_there, True)

@@ -166,6 +166,7 @@ def save_on_ranks(
             )
             plan = writer.prepare_local_plan(planner.create_local_plan())
             if not use_collectives:
+                writer.generation = 0
                 answers, metadata = planner.create_global_plan([plan])
                 _write(planner, writer, writer.prepare_global_plan(answers)[0], metadata)
             plans.append(plan)

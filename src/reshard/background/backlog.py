@@ -116,13 +116,16 @@ class Backlog:
                 )
             self._changed.wait_for(lambda: len(self._in_flight) < MOST_IN_FLIGHT)
 
-    def raise_unseen(self, place: str | None = None) -> None:
+    def raise_unseen(self, place: str | None = None, before: SaveFuture | None = None) -> None:
         """Raise the failure of an earlier save that nobody has looked at, once.
 
-        With `place`, only failures of saves to that place count.
+        With `place`, only failures of saves to that place count; with `before`, only those
+        of saves that were queued before that one.
         """
         with self._mine():
             for future in self._failed:
+                if future is before:
+                    return
                 error = future.failure
                 if not future.seen and error is not None and place in (None, future.place):
                     future.seen = True

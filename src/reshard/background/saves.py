@@ -27,6 +27,9 @@ from reshard.storage import StorageWriter
 
 __all__ = ["BackgroundSave", "worker_of_this_process"]
 
+_EXCHANGES = 4
+_GRACE_SECONDS = 10.0
+
 
 class BackgroundSave:
     """One background save, as one rank sees it.
@@ -62,28 +65,37 @@ class BackgroundSave:
         stager: AsyncStager | None,
         when_busy: WhenBusy,
     ) -> SaveFuture:
-        """Copy the state away, and queue the rest."""
+        """Copy the state away, and queue the rest.
+
+        The failure of an earlier save is raised in the end: ranks learn of it at different
+        times, and must not stay away from this one for it.
+        """
         log = backlog()
         try:
             if self.in_process:
                 # First of all: from now on the others can tell whether this rank is there.
                 self._meeting = call_meeting(self.channel)
                 worker_of_this_process().learn_script()
+            # Objects that are asked for their state may communicate, so nothing that only one
+            # rank may fail in comes before.
+            state_dict = ask_state()
             place = self._place()
-            log.raise_unseen()
             log.admit(when_busy)
             stager = stager or self._own_stager()
-            self._staged = stager.stage(ask_state())
+            self._staged = stager.stage(state_dict)
+            del state_dict
             self._keep_memory()
-            work = self._work()
+            future = log.submit(place, self._work(), uses=(self.storage_writer, self.planner))
         except BaseException as error:
+            for staged in self._kept:
+                staged.release()
             self._decline(error)
             raise
-        future = log.submit(place, work, uses=(self.storage_writer, self.planner))
         if isinstance(self._staged, Future):
             self.staging = _outcome_only(self._staged)
         elif stager.should_synchronize_after_execute:
             stager.synchronize_staging()
+        log.raise_unseen(before=future)
         return future
 
     def _place(self) -> str | None:
@@ -182,6 +194,7 @@ class BackgroundSave:
                 self.use_collectives,
                 segment.number,
                 staging_pool().segment_numbers(),
+                _limit(meeting),
             )
             return worker_of_this_process().start().save(request, segment)
         except FailedThere as error:
@@ -208,6 +221,13 @@ def _absolute(
         if chosen and FileSystemWriter.validate_checkpoint_id(chosen):
             return os.path.abspath(chosen)
     return checkpoint_id
+
+
+def _limit(meeting: Meeting) -> float | None:
+    """How long a worker may take: each of its exchanges is limited, if there are others."""
+    if meeting.address is None or not meeting.timeout_seconds:
+        return None
+    return _EXCHANGES * (meeting.timeout_seconds + _GRACE_SECONDS)
 
 
 def _reason(error: BaseException) -> str:

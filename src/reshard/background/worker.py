@@ -50,6 +50,7 @@ class Request:
     use_collectives: bool
     segment: int
     live_segments: frozenset[int]
+    limit_seconds: float | None = None
 
 
 Serve = Callable[[Request, torch.Tensor], Metadata]
@@ -122,6 +123,8 @@ class Worker:
             self._known_segments |= {segment.number}
             self._known_segments &= request.live_segments
             self._pipe.send(("save", request))
+            if not self._pipe.poll(request.limit_seconds):
+                self._kill(request.limit_seconds)
             kind, content = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._obituary() from error
@@ -145,6 +148,11 @@ class Worker:
             f"the worker process {self.pid} {how} in the middle of a save. Nothing of it is "
             f"visible; the next save starts a new worker.{said}"
         )
+
+    def _kill(self, seconds: float | None) -> None:
+        """End a worker that has not answered in all the time that a save may take."""
+        self._process.kill()
+        self._last_words += f"\nkilled: it had not answered for {seconds} s".encode()
 
     def _listen(self) -> None:
         """Pass on what the worker prints, and keep the end of it."""

@@ -15,7 +15,7 @@ import pickle
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ __all__ = [
     "decode_error",
     "encode_error",
     "open_channel",
+    "telling_others",
 ]
 
 DEFAULT_TIMEOUT_SECONDS = 30 * 60.0
@@ -128,9 +129,12 @@ class StoreChannel:
         self._interrupt: BaseException | None = None
 
     def __enter__(self) -> StoreChannel:
-        self._beat("0")
-        # The card stays: it tells of this rank when it dies before the next operation.
-        self.store.set(f"{self.group}/card/{self.rank}", make_card())
+        try:
+            self._beat("0")
+            # The card stays: it tells of this rank when it dies before the next operation.
+            self.store.set(f"{self.group}/card/{self.rank}", make_card())
+        except RuntimeError as error:
+            raise _store_lost(error, self.coordinator, "open") from error
         self._pulse.__enter__()
         return self
 
@@ -157,10 +161,7 @@ class StoreChannel:
         try:
             answer = self._exchange(phase, prefix, message, decide)
         except RuntimeError as error:
-            # The store is gone, and with it mostly the process that held it.
-            lost = RankLostError(f"lost the rendezvous store in phase {phase!r}: {error}")
-            failure = {self.coordinator: _wrap_exception(lost)}
-            raise CheckpointException(phase, failure) from error
+            raise _store_lost(error, self.coordinator, phase) from error
         if self._interrupt is not None:
             raise self._interrupt
         if answer[:1] == _FAILURE:
@@ -290,6 +291,12 @@ class StoreChannel:
         return bytes(self.store.get(key)).decode() if self.store.check([key]) else ""
 
 
+def _store_lost(error: Exception, coordinator: int, phase: str) -> CheckpointException:
+    """The store is gone, and with it mostly the process that held it."""
+    lost = RankLostError(f"lost the rendezvous store in phase {phase!r}: {error}")
+    return CheckpointException(phase, {coordinator: _wrap_exception(lost)})
+
+
 class _LastAnswers:
     """The answers that were given last, for the end of the process.
 
@@ -362,6 +369,22 @@ def _parts(message: bytes) -> list[bytes]:
     ]
 
 
+@contextlib.contextmanager
+def telling_others(channel: Channel) -> Iterator[None]:
+    """Work that comes before a rank takes part: if it fails, the other ranks hear why."""
+    try:
+        yield
+    except Exception as error:
+        reason = error
+
+        def fail() -> bytes:
+            raise reason
+
+        with channel, contextlib.suppress(CheckpointException):
+            channel.gather_scatter("open", fail, lambda messages: messages)
+        raise
+
+
 def open_channel(
     process_group: dist.ProcessGroup | None,
     use_dist: bool,
@@ -385,11 +408,14 @@ def open_channel(
     if world_size == 1:
         return SoloChannel()
     origin = dist.distributed_c10d._get_default_store()
-    store = _connection(origin)
     # Numbered per group, since operations on different groups have no common order; and by
     # the store, so that the count begins anew with a new group.
     name = f"reshard/{group.group_name}"
-    number = store.add(f"{name}/opened/{rank}", 1)
+    try:
+        store = _connection(origin)
+        number = store.add(f"{name}/opened/{rank}", 1)
+    except RuntimeError as error:
+        raise _store_lost(error, coordinator, "open") from error
     return StoreChannel(
         store=store,
         group=name,
