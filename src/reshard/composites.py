@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from reshard.api import CheckpointException, CoverageError, ShapeMismatchError
+from reshard.api import CheckpointException, CoverageError, ShapeMismatchError, StateDictError
 from reshard.format.values import Whole, encode_value, is_pickled
 from reshard.metadata import Metadata, TensorStorageMetadata
-from reshard.tensors.flatten import PathMap, StatePath
+from reshard.tensors.flatten import PathMap, StatePath, set_element
 from reshard.tensors.shards import Box, LocalShard, composite_shards
 from reshard.tensors.wrappers import joined, parts_of
 
@@ -32,6 +32,7 @@ __all__ = [
     "overlapping",
     "region_name",
     "stored_shards",
+    "unfolded",
 ]
 
 KIND = "__tensor__"
@@ -78,9 +79,40 @@ def expand_for_save(flat: dict[str, Any], paths: Mapping[str, StatePath]) -> tup
         parts = _taken_apart(path, value, found[name]) if name in found else [(path, value)]
         for its_path, leaf in parts:
             its_name = ".".join(map(str, its_path))
+            if its_name in expanded or (its_path != path and its_name in flat):
+                raise StateDictError(
+                    f"a part of the tensor {name!r} gets the name {its_name!r}, which another "
+                    "value has: rename that"
+                )
             expanded[its_name] = leaf
             new_paths[its_name] = its_path
     return expanded, new_paths
+
+
+def unfolded(value: Any, path: StatePath = ()) -> Any:
+    """A nested state dict with dicts of parts in place of composite tensors.
+
+    For a process that knows no mesh, and so not which shard of a tensor this rank has. It
+    gives the same names.
+    """
+    if isinstance(value, torch.Tensor):
+        shards = composite_shards(".".join(map(str, path)), value)
+        if not shards:
+            return value
+        parts: dict[str, Any] = {}
+        for its_path, leaf in _taken_apart((), value, shards):
+            set_element(parts, its_path, leaf)
+        return parts
+    if isinstance(value, dict):
+        inner = {key: unfolded(each, (*path, key)) for key, each in value.items()}
+        return inner if any(inner[key] is not value[key] for key in value) else value
+    if isinstance(value, list | tuple):
+        elements = [unfolded(each, (*path, i)) for i, each in enumerate(value)]
+        same = all(a is b for a, b in zip(elements, value, strict=True))
+        return value if same else type(value)(elements)
+    if hasattr(type(value), "__replace_value__"):
+        return value.__replace_value__(unfolded(value.value, path))
+    return value
 
 
 def _composites(flat: Mapping[str, Any]) -> dict[str, list[LocalShard]]:
@@ -231,6 +263,8 @@ class CompositeTargets:
     def __init__(self) -> None:
         self._cuts: list[_Cut] = []
         self._kinds: dict[str, str] = {}
+        self.covers: tuple[str, ...] = ()
+        """What the names of all that is stored of the tensors here begin with."""
 
     def expand(
         self, flat: dict[str, Any], metadata: Metadata, leave: Callable[[str], bool]
@@ -246,6 +280,7 @@ class CompositeTargets:
         expanded: dict[str, Any] = {}
         for name, value in flat.items():
             if name not in found or leave(name):
+                self.covers += (f"{name}.",) if name in found else ()
                 expanded[name] = value
                 continue
             if name not in stored:
@@ -257,6 +292,7 @@ class CompositeTargets:
                 raise ShapeMismatchError(
                     f"{name!r} has shape {shape}, but was saved with {stored[name].shape}"
                 )
+            self.covers += (f"{name}.",)
             self._kinds[f"{name}.{KIND}"] = _class_name(type(found[name][0].tensor))
             expanded[f"{name}.{KIND}"] = None
             parts = self._parts(name, found[name], stored[name])
@@ -334,48 +370,50 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
             f"{name!r} is a {class_name} with attributes that could not be stored safely: load it "
             "into a tensor of the same kind"
         )
-    pieces = []
-    for region, parts in loaded.items():
-        box = _region(region)
-        common = None if box is None else (box if box == wanted else overlapping(box, wanted))
-        if box is not None and common is not None:
-            sizes = torch.Size(box[1])
-            whole = kind.__tensor_unflatten__(parts, context, sizes, _strides(sizes))
-            pieces.append((common[0], _narrowed(whole, _within(common, box)), common == box))
-    if len(pieces) == 1:
-        _, piece, is_whole = pieces[0]
-        # A view would keep all of the shard in memory.
-        own = {} if is_whole else {n: part.clone() for n, part in parts_of(piece)[0].items()}
-        return joined(piece, own)
-    return _concatenated(name, [piece for _, piece, _ in sorted(pieces, key=lambda p: p[0])])
+    pieces: dict[Box, Any] = {}
+    try:
+        for region, parts in loaded.items():
+            box = _region(region)
+            common = None if box is None else (box if box == wanted else overlapping(box, wanted))
+            if box is not None and common is not None:
+                sizes = torch.Size(box[1])
+                whole = kind.__tensor_unflatten__(parts, context, sizes, _strides(sizes))
+                pieces[common] = _narrowed(whole, _within(common, box))
+                if common != box:
+                    # A view would keep all of the shard in memory.
+                    own = {n: part.clone() for n, part in parts_of(pieces[common])[0].items()}
+                    pieces[common] = joined(pieces[common], own)
+        return pieces[wanted] if wanted in pieces else _concatenated(pieces, wanted)
+    except Exception as error:
+        raise CheckpointException(
+            f"{name!r}, a {class_name}, was saved in another layout, and cannot be put together "
+            f"for this one ({type(error).__name__}: {error}). Load it in the layout that it was "
+            "saved with, or into an optimizer that has its state already"
+        ) from error
 
 
-def _concatenated(name: str, pieces: Sequence[Any]) -> Any:
+def _concatenated(pieces: Mapping[Box, Any], wanted: Box) -> Any:
     """Pieces that follow each other in the first dimension as one.
 
     Which parts belong to rows, and which to the tensor as a whole, is seen by asking the
     subclass for fewer rows.
     """
-    first = pieces[0]
-    try:
-        if any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+    end = wanted[0][0]
+    for offsets, sizes in sorted(pieces):
+        if offsets[0] != end or (offsets[1:], sizes[1:]) != (wanted[0][1:], wanted[1][1:]):
             raise ValueError("it was cut in another dimension than the first")
-        fewer, _ = parts_of(first.narrow(0, 0, len(first) // 2))
-        whole, _ = parts_of(first)
-        by_rows = {part for part in whole if whole[part].shape != fewer[part].shape}
-        others = [parts_of(piece)[0] for piece in pieces]
-        parts = {
-            part: torch.cat([each[part] for each in others]) if part in by_rows else tensor
-            for part, tensor in whole.items()
-        }
-        rows = sum(len(piece) for piece in pieces)
-        return joined(first, parts, (rows, *first.shape[1:]))
-    except Exception as error:
-        raise CheckpointException(
-            f"{name!r}, a {type(first).__name__}, was saved in {len(pieces)} pieces that cannot be "
-            f"put together here ({type(error).__name__}: {error}). Load it in the layout that it "
-            "was saved with, or into an optimizer that has its state already"
-        ) from error
+        end += sizes[0]
+    in_order = [pieces[box] for box in sorted(pieces)]
+    first = in_order[0]
+    fewer, _ = parts_of(first.narrow(0, 0, len(first) // 2))
+    whole, _ = parts_of(first)
+    by_rows = {part for part in whole if whole[part].shape != fewer[part].shape}
+    others = [parts_of(piece)[0] for piece in in_order]
+    parts = {
+        part: torch.cat([each[part] for each in others]) if part in by_rows else tensor
+        for part, tensor in whole.items()
+    }
+    return joined(first, parts, wanted[1])
 
 
 def _strides(sizes: torch.Size) -> tuple[int, ...]:

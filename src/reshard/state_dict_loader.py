@@ -417,8 +417,14 @@ class _Load:
         self.report.missing = [n for n in wanted if n not in stored and not excluded(n)]
         self.report.excluded = [*self.excluded, *(n for n in wanted if excluded(n))]
         # What other ranks stored of a value that differs by rank is not for this one.
-        marked = tuple(".".join(map(str, path)) + ".rank-" for path in self.rank_values)
-        unexpected = (name not in wanted and not name.startswith(marked) for name in self.stored)
+        known = tuple(".".join(map(str, path)) + ".rank-" for path in self.rank_values)
+        if isinstance(self.planner, DefaultLoadPlanner):
+            known += self.planner.composites.covers
+        known += tuple(f"{name}." for name in self.excluded)
+        unexpected = (
+            name not in wanted and not name.startswith(known) and not excluded(name)
+            for name in self.stored
+        )
         return np.fromiter(unexpected, dtype=bool, count=len(self.stored))
 
     def _name_unexpected(self, bits: bytes) -> list[str]:

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import reshard
 from reshard.api import ShapeMismatchError
 from reshard.composites import KIND
 from reshard.state_dict_saver import AsyncCheckpointerType
 from reshard.training import TrainState
-from support.optimizers import Blockwise, Coded
+from support.optimizers import Blockwise, Coded, like
 from support.ranks import run_alone, run_ranks
 from support.small_model import FORMS, losses, small_model
 from support.subclasses import Blocks, Scaled
@@ -129,6 +129,9 @@ def save_in_background(box: Path) -> None:
     optimizer = Blockwise(model.parameters())
     train(model, optimizer)
     state = {"train": TrainState(model, optimizer)}
+    mesh = init_device_mesh("cpu", (2,))
+    inner = distribute_tensor(torch.arange(40.0).reshape(10, 4), mesh, [Shard(0)])
+    state["around"] = Scaled(inner, torch.tensor(2.0), "u")  # type: ignore[assignment]
     reshard.save(state, checkpoint_id=box / "save")
     for kind in AsyncCheckpointerType:
         place = box / kind.value
@@ -142,6 +145,42 @@ def test_shards_of_such_tensors_are_saved_in_the_background(tmp_path: Path) -> N
     assert len(wanted["optimizer"]["state"]["0.weight"]["momentum"]) == 3
     for kind in AsyncCheckpointerType:
         assert differences(stored(tmp_path / kind.value), wanted) == []
+        around = reshard.read_state_dict(tmp_path / kind.value, "around")["around"]
+        assert around["0:10,0:4"]["inner"].flatten().tolist() == [*range(40)]
+
+
+class Snapshots(torch.optim.SGD):
+    """Keeps its parameters in 8 bits."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self.state[parameter]["kept"] = like(parameter, Blocks.of(local.detach().clone()))
+
+
+def save_in_columns(box: Path) -> None:
+    model = nn.Linear(8, 8, bias=False)
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(1)]))
+    optimizer = Snapshots(model.parameters())
+    optimizer.step()
+    reshard.save({"train": TrainState(model, optimizer)}, checkpoint_id=box)
+
+
+def test_pieces_that_only_the_class_could_join_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, save_in_columns, tmp_path)
+    model = nn.Linear(8, 8, bias=False)
+    state = TrainState(model, Snapshots(model.parameters()), rng=False)
+    with pytest.raises(reshard.CheckpointException, match=r"'weight\.kept', a .*Blocks, was saved"):
+        reshard.load({"train": state}, checkpoint_id=tmp_path)
+    reshard.load(
+        {"train": state}, checkpoint_id=tmp_path, exclude=["*.kept", "*.rng.*"], strict="exact"
+    )
+
+
+def test_a_name_that_a_part_needs_must_be_free(tmp_path: Path) -> None:
+    with pytest.raises(reshard.CheckpointException, match="which another value has: rename that"):
+        reshard.save({"w": scaled(1.0), "w.__tensor__": 7}, checkpoint_id=tmp_path)
 
 
 # In one process

@@ -15,6 +15,7 @@ from reshard.api import CheckpointException, _wrap_exception
 from reshard.background.backlog import SaveFuture, WhenBusy, backlog, place_of
 from reshard.background.handover import pack, unpack
 from reshard.background.worker import FailedThere, Request, Worker, describe_script, main_module
+from reshard.composites import unfolded
 from reshard.coordination.channel import Channel, SoloChannel
 from reshard.coordination.meeting import Meeting, call_meeting
 from reshard.default_planner import DefaultSavePlanner, PlanCache
@@ -186,7 +187,8 @@ class BackgroundSave:
             if not isinstance(staged, Staged):
                 # A stager of the user's has put it where the worker cannot see it.
                 staged = copied = staging_pool().stage(staged)
-            parcel = _Parcel(dict(staged), self.checkpoint_id, self.storage_writer, self.planner)
+            state_dict = unfolded(dict(staged))
+            parcel = _Parcel(state_dict, self.checkpoint_id, self.storage_writer, self.planner)
             segment = staged.segment
             request = Request(
                 meeting,

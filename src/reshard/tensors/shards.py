@@ -229,11 +229,7 @@ def composite_shards(fqn: str, value: Any) -> list[LocalShard] | None:
     """The shards of a tensor that consists of others, on this rank; None if it is not such."""
     if type(value) in _PLAIN:
         return None
-    local = value
-    if isinstance(value, DTensor):
-        local = value._local_tensor
-    elif isinstance(value, HeldShards):
-        local = value.shards[0].tensor if value.shards else None
+    local = value._local_tensor if isinstance(value, DTensor) else value
     return list(local_shards(fqn, value)) if is_composite(local) else None
 
 
