@@ -18,7 +18,7 @@ import torch
 
 from reshard.api import CheckpointException, CoverageError, ShapeMismatchError, StateDictError
 from reshard.format.values import Whole, encode_value, is_pickled
-from reshard.metadata import Metadata, TensorStorageMetadata
+from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.flatten import PathMap, StatePath, set_element
 from reshard.tensors.shards import Box, LocalShard, composite_shards
 from reshard.tensors.wrappers import joined, parts_of
@@ -196,7 +196,11 @@ def stored_shards(metadata: Metadata) -> dict[str, StoredShards]:
     """All composite tensors of a checkpoint by name."""
     entries = metadata.state_dict_metadata
     ending = f".{KIND}"
-    found = {name.removesuffix(ending): StoredShards() for name in entries if name.endswith(ending)}
+    found = {
+        name.removesuffix(ending): StoredShards()
+        for name, entry in entries.items()
+        if name.endswith(ending) and isinstance(entry, BytesStorageMetadata)
+    }
     for name, entry in entries.items() if found else ():
         pieces = name.split(".")
         for depth in range(1, len(pieces) - 1):

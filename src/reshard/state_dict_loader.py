@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from reshard.api import CheckpointException, CoverageError, MissingKeyError
 from reshard.background.backlog import backlog, place_of
-from reshard.composites import KIND
 from reshard.coordination.channel import (
     DEFAULT_TIMEOUT_SECONDS,
     Channel,
@@ -391,7 +390,8 @@ class _Load:
                 template = value.template_for(metadata, key, rank, world_size)
                 # Made from the checkpoint: what nobody wants of it must not be there at all.
                 excludes = getattr(self.planner, "excludes", lambda name: False)
-                self.state_dict[key] = _without(template, key, excludes, self.excluded)
+                self.state_dict[key], left_out = value.pruned(template, key, excludes)
+                self.excluded += left_out
 
     def _give_back(self) -> None:
         """Hand loaded states to their owners, and put other values in their place."""
@@ -400,7 +400,7 @@ class _Load:
                 if _gives_template(value):
                     # Where the checkpoint has nothing, there may be memory that nothing filled.
                     missing = set(self.report.missing)
-                    loaded = _without(self.state_dict[key], key, missing.__contains__, [])
+                    loaded, _ = value.pruned(self.state_dict[key], key, missing.__contains__)
                     value.load_state_dict(loaded)
                 elif is_stateful(value):
                     value.load_state_dict(self.state_dict[key])
@@ -481,22 +481,6 @@ class _Load:
 
 def _gives_template(value: Any) -> bool:
     return is_stateful(value) and hasattr(type(value), "template_for")
-
-
-def _without(
-    template: dict[str, Any], path: str, unwanted: Callable[[str], bool], left_out: list[str]
-) -> dict[str, Any]:
-    """`template`, which is at `path`, without what has an unwanted name; those are noted."""
-    kept: dict[str, Any] = {}
-    for key, value in template.items():
-        name = f"{path}.{key}"
-        if type(value) is dict and not (KIND in value and unwanted(name)):
-            kept[key] = _without(value, name, unwanted, left_out)
-        elif unwanted(name):
-            left_out.append(name)
-        else:
-            kept[key] = value
-    return kept
 
 
 def _unmarked(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -256,6 +258,7 @@ def warm_up_then_decay(optimizer: optim.Optimizer) -> Any:
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
     "SequentialLR": warm_up_then_decay,
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 6]),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=20),
     "a list": lambda o: [
         lr_scheduler.ExponentialLR(o, 0.9),
@@ -333,7 +336,7 @@ def test_parts_that_the_checkpoint_does_not_have_stay_and_are_reported(
     before = look_at(model, optimizer)
     drawn = torch.get_rng_state()
     reshard.load({"train": state}, checkpoint_id=tmp_path)
-    assert sorted(state.report.missing) == ["dataloader", "extra", "rng", "scheduler"]
+    assert sorted(state.report.missing) == ["dataloader", "extra", "optimizer", "rng", "scheduler"]
     assert len(state.report.optimizer.missing) == 12
     assert "dataloader" in caplog.text
     assert (loader.state, extra) == ("here", {"epoch": 7})
@@ -406,3 +409,57 @@ def test_a_background_save_has_what_was_there_when_it_was_called(
             "loader": {"position": number},
             "extra": {"epoch": 1},
         }
+
+
+def test_extra_values_that_are_left_out_or_missing_stay_as_they_are(tmp_path: Path) -> None:
+    saved = {"stats": {"a": 1, "b": 2}, "ema": nn.Linear(1, 1)}
+    reshard.save({"train": TrainState(small_model(), extra=saved)}, checkpoint_id=tmp_path)
+    average = nn.Linear(1, 1)
+    before = average.weight.detach().clone()
+    extra: dict[str, Any] = {"stats": {"a": 10, "b": 20, "new": 30}, "ema": average}
+    state = {"train": TrainState(small_model(), extra=extra)}
+    unwanted = ["train.extra.stats.a", "train.extra.ema.*"]
+    reshard.load(state, checkpoint_id=tmp_path, exclude=unwanted, strict=False)
+    assert extra["stats"] == {"a": 10, "b": 2, "new": 30}
+    assert torch.equal(average.weight, before)
+
+
+class Noted(nn.Linear):
+    """A module with state that is not tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.notes = {"a": 1, "b": 2}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return dict(self.notes)
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.notes = {key: state[key] for key in ("a", "b")}
+
+
+def test_extra_state_of_a_module_may_be_left_out_in_part(tmp_path: Path) -> None:
+    reshard.save({"train": TrainState(Noted())}, checkpoint_id=tmp_path)
+    other = Noted()
+    other.notes = {"a": 5, "b": 6}
+    reshard.load({"train": TrainState(other)}, checkpoint_id=tmp_path, exclude=["*.a"])
+    assert other.notes == {"a": 5, "b": 2}
+
+
+@pytest.mark.parametrize("name", ["a list of milestones", "a deque", "defaults", "a namespace"])
+def test_state_that_schedulers_and_loaders_have_needs_no_pickle(name: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "a list of milestones": collections.Counter([2, 4, 4]),
+        "a deque": collections.deque([1, 2], maxlen=5),
+        "defaults": collections.defaultdict(list, {"a": [1]}),
+        "a namespace": argparse.Namespace(lr=0.1, path=Path("/data/x")),
+    }
+    # In a tuple, since dicts of all kinds are stored by their elements.
+    reshard.save({"v": (values[name],)}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"v": None}
+    reshard.load(state, checkpoint_id=tmp_path)
+    (found,) = state["v"]
+    assert found == values[name]
+    assert type(found) is type(values[name])
+    assert getattr(found, "maxlen", None) == getattr(values[name], "maxlen", None)
+    assert getattr(found, "default_factory", None) is getattr(values[name], "default_factory", None)

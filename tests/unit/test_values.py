@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import datetime
 import decimal
 import enum
 import math
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,12 @@ from reshard.format.values import decode_value, encode_value, is_pickled
 HOUR = datetime.timezone(datetime.timedelta(hours=1))
 
 KNOWN: list[Any] = [
+    collections.Counter("abb"),
+    collections.deque([1, (2,)], maxlen=3),
+    collections.defaultdict(list, {1: [2]}),
+    collections.defaultdict(None, {"a": 1}),
+    argparse.Namespace(lr=0.1, names=["a"]),
+    Path("a/b"),
     None,
     *(True, False, 0, 1, -1, 2**63 - 1, -(2**63), 2**64 - 1, 2**64, -(2**63) - 1, 10**4000),
     *(0.0, -0.0, 1.5, 5e-324, math.inf, -math.inf),
@@ -162,9 +169,8 @@ UNKNOWN = [
     Colour.RED,
     Point(1),
     Text("x"),
-    Path("a"),
-    collections.Counter("ab"),
-    collections.defaultdict(list),
+    PurePosixPath("a"),
+    collections.defaultdict(collections.OrderedDict),
     range(3),
     np.array([None, 1], dtype=object),
     np.datetime64("2024-02-29"),

@@ -10,14 +10,16 @@ know, and only read when the caller says so.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import io
 import math
 import pickle
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -43,6 +45,11 @@ class _Tag(IntEnum):
     BYTEARRAY = 7
     ORDERED_MAP = 8
     BUFFER = 9
+    COUNTER = 10
+    DEQUE = 11
+    DEFAULT_MAP = 12
+    NAMESPACE = 13
+    PATH = 14
     NUMPY_ARRAY = 16
     NUMPY_SCALAR = 17
     TORCH_SIZE = 32
@@ -73,12 +80,18 @@ def encode_value(value: Any) -> bytes:
     """The bytes to store for `value`."""
     try:
         return MAGIC + TAGGED + msgspec.msgpack.encode(_to_tree(value, 0))
-    except (_Unknown, UnicodeEncodeError):
+    except (_Unknown, UnicodeEncodeError) as error:
         if isinstance(value, Whole):
             value = (value.value,)
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        kind = _type_name(value)
+        if isinstance(error, _Unknown) and error.args[0] is not value:
+            kind = f"{kind}, for the {_type_name(error.args[0])} in it"
         name = msgspec.msgpack.encode(kind[:200])
         return b"".join([MAGIC, PICKLED, name, pickle.dumps(value, protocol=4)])
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def is_pickled(data: bytes | memoryview) -> bool:
@@ -133,7 +146,7 @@ def _to_tree(value: Any, depth: int) -> Any:
     if kind is int:
         return value if -(2**63) <= value < 2**64 else _big_int(value)
     if depth > _DEEPEST:
-        raise _Unknown
+        raise _Unknown(value)
     if kind is list:
         return [_to_tree(inner, depth + 1) for inner in value]
     if kind is dict:
@@ -149,7 +162,7 @@ def _to_tree(value: Any, depth: int) -> Any:
         return _ext(_Tag.NUMPY_ARRAY, _array(value))
     if isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
         return _ext(_Tag.NUMPY_SCALAR, _array(np.asarray(value)))
-    raise _Unknown
+    raise _Unknown(value)
 
 
 def _ext(tag: _Tag, content: Any) -> msgspec.msgpack.Ext:
@@ -171,7 +184,7 @@ def _array(array: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], bytes]:
 
 def _tensor(value: torch.Tensor, depth: int) -> msgspec.msgpack.Ext:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise _Unknown
+        raise _Unknown(value)
     flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # A tensor of one element counts as contiguous whatever its stride; a view does not.
     flat = flat.as_strided(flat.shape, (1,))
@@ -181,6 +194,19 @@ def _tensor(value: torch.Tensor, depth: int) -> msgspec.msgpack.Ext:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+_FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool)}
+"""What a defaultdict may fill itself with."""
+
+
+def _factory_name(factory: Any) -> str | None:
+    if factory is None:
+        return None
+    name = getattr(factory, "__name__", "")
+    if _FACTORIES.get(name) is not factory:
+        raise _Unknown(factory)
+    return str(name)
 
 
 def _elements(tag: _Tag) -> Any:
@@ -199,6 +225,15 @@ _ENCODERS: dict[type, Any] = {
     frozenset: _elements(_Tag.FROZENSET),
     complex: lambda value, depth: _ext(_Tag.COMPLEX, (value.real, value.imag)),
     bytearray: lambda value, depth: _ext(_Tag.BYTEARRAY, bytes(value)),
+    Counter: lambda value, depth: _ext(_Tag.COUNTER, _pairs(value, depth)),
+    deque: lambda value, depth: _ext(
+        _Tag.DEQUE, ([_to_tree(inner, depth + 1) for inner in value], value.maxlen)
+    ),
+    defaultdict: lambda value, depth: _ext(
+        _Tag.DEFAULT_MAP, (_factory_name(value.default_factory), _pairs(value, depth))
+    ),
+    argparse.Namespace: lambda value, depth: _ext(_Tag.NAMESPACE, _pairs(vars(value), depth)),
+    type(Path()): lambda value, depth: _ext(_Tag.PATH, str(value)),
     io.BytesIO: lambda value, depth: _ext(_Tag.BUFFER, (value.getvalue(), value.tell())),
     torch.Size: lambda value, depth: _ext(_Tag.TORCH_SIZE, tuple(value)),
     torch.dtype: lambda value, depth: _ext(_Tag.TORCH_DTYPE, _dtype_name(value)),
@@ -271,6 +306,16 @@ def _to_buffer(content: Any) -> io.BytesIO:
     return buffer
 
 
+def _to_deque(content: Any) -> deque[Any]:
+    elements, longest = content
+    return deque(elements, longest)
+
+
+def _to_default_map(content: Any) -> defaultdict[Any, Any]:
+    factory, pairs = content
+    return defaultdict(None if factory is None else _FACTORIES[factory], dict(pairs))
+
+
 def _folded(kind: Any, content: Any) -> Any:
     text, fold = content
     return kind.fromisoformat(text).replace(fold=fold)
@@ -305,6 +350,11 @@ _DECODERS: dict[_Tag, Any] = {
     _Tag.COMPLEX: lambda content: complex(*content),
     _Tag.BYTEARRAY: lambda content: bytearray(_bytes(content)),
     _Tag.BUFFER: _to_buffer,
+    _Tag.COUNTER: lambda content: Counter(dict(content)),
+    _Tag.DEQUE: _to_deque,
+    _Tag.DEFAULT_MAP: _to_default_map,
+    _Tag.NAMESPACE: lambda content: argparse.Namespace(**dict(content)),
+    _Tag.PATH: Path,
     _Tag.NUMPY_ARRAY: _to_array,
     _Tag.NUMPY_SCALAR: lambda content: _to_array(content)[()],
     _Tag.TORCH_SIZE: torch.Size,

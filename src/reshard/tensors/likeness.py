@@ -50,7 +50,7 @@ def empty_like_parameter(
 def _like_dtensor(parameter: DTensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     local = parameter._local_tensor
     device = default_device() if local.is_meta else local.device
-    if not size:
+    if not size and parameter.dim():
         return torch.empty(size, dtype=dtype, device=device)
     same = size == parameter.size()
     placements = parameter.placements if same else [Replicate()] * parameter.device_mesh.ndim

@@ -8,6 +8,7 @@ as a whole is kept as `common / key / name`, with a key made from all of its par
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -15,9 +16,11 @@ from typing import Any, TypeAlias
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from reshard.api import CheckpointException
 from reshard.composites import KIND, StoredShards, assemble, region_name, stored_shards
+from reshard.format.values import encode_value
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.flatten import StatePath, flatten_state_dict, get_element, set_element
 from reshard.tensors.likeness import empty_like_parameter, own_region, with_local
@@ -33,23 +36,34 @@ from reshard.tensors.shards import is_sharded
 __all__ = ["OptimizerReport", "OptimizerStates"]
 
 _Entry: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
+_COUNTERS = {"step", "mu_product", "eta", "mu"}
+"""State that torch's optimizers keep as a plain number, also for a parameter that is one."""
 
 
 @dataclass
 class OptimizerReport:
-    """What became of optimizer state in a load."""
+    """What became of optimizer state in a load.
+
+    `missing` is state that the optimizer has and the checkpoint has not; `stateless` are
+    parameters of which the checkpoint has no state at all, though it has that of others.
+    """
 
     restored: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     groups_left: list[str] = field(default_factory=list)
+    stateless: list[str] = field(default_factory=list)
 
 
 @dataclass
 class _Part:
-    """One optimizer, with the parameters that it has of the models."""
+    """One optimizer, with the parameters that it has of the models.
+
+    Of one that shares its work with other ranks, `optimizer` is what works here.
+    """
 
     optimizer: torch.optim.Optimizer
+    whole: torch.optim.Optimizer
     models: list[nn.Module]
     names: dict[nn.Parameter, str]
 
@@ -83,6 +97,7 @@ class _Home:
     parameter: Any
     values: dict[str, Any]
     steps_on_device: bool
+    saved_dtype: torch.dtype | None = None
 
 
 class OptimizerStates:
@@ -98,10 +113,26 @@ class OptimizerStates:
     ) -> None:
         self._models = models
         self._parts = [self._part(optimizer) for optimizer in optimizers]
+        self._check_apart()
         self._new_names: dict[str, str] = {}
         self.report = OptimizerReport()
 
-    def _part(self, optimizer: torch.optim.Optimizer) -> _Part:
+    def _check_apart(self) -> None:
+        """A parameter that two optimizers have would have two states of one name."""
+        seen: set[int] = set()
+        for part in self._parts:
+            own = [p for group in part.whole.param_groups for p in group["params"]]
+            for parameter in own:
+                if id(parameter) in seen:
+                    name = part.names.get(parameter, f"of shape {tuple(parameter.shape)}")
+                    raise CheckpointException(
+                        f"two of the optimizers have the parameter {name!r}, so that their states "
+                        "would get one name: make a TrainState for each of them"
+                    )
+            seen |= {id(parameter) for parameter in own}
+
+    def _part(self, whole: torch.optim.Optimizer) -> _Part:
+        optimizer: Any = whole.optim if isinstance(whole, ZeroRedundancyOptimizer) else whole
         names: dict[nn.Parameter, str] = {}
         models = []
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -110,7 +141,7 @@ class OptimizerStates:
             if any(id(parameter) in wanted for parameter in own):
                 names |= own
                 models.append(model)
-        part = _Part(optimizer, models, names)
+        part = _Part(optimizer, whole, models, names)
         if part.fsdp1 is not None:
             if len(models) > 1 or any(prefix and m is part.fsdp1 for prefix, m in self._models):
                 raise CheckpointException(
@@ -150,12 +181,22 @@ class OptimizerStates:
         self.report = OptimizerReport()
         template: dict[str, Any] = {"state": {}, "groups": {}}
         known = {name: home for part in self._parts for name, home in self._homes(part)}
+        for name, its_home in known.items():
+            saved = metadata.state_dict_metadata.get(f"{prefix[0]}.model.{name}")
+            if isinstance(saved, TensorStorageMetadata):
+                its_home.saved_dtype = saved.properties.dtype
         missing = {f"{name}.{key}" for name, home in known.items() for key in home.values}
         common = {part.key: part.common for part in self._parts}
         missing |= {key for keys in common.values() for key in keys}
         entries = list(_entries_below(metadata, prefix))
         self._new_names = _new_names(metadata, prefix, entries)
-        composites = {path[:-1]: None for path, _ in entries if path[-1] == KIND}
+        stored = stored_shards(metadata)
+        full_names = {path[:-1]: (*prefix, *path[:-1]) for path, _ in entries if path[-1] == KIND}
+        composites = {
+            path: shards
+            for path, full in full_names.items()
+            if (shards := stored.get(".".join(map(str, full)))) is not None
+        }
         for path, entry in entries:
             if composites and any(path[:depth] in composites for depth in range(3, len(path))):
                 continue
@@ -175,18 +216,23 @@ class OptimizerStates:
             missing.discard(label)
             self.report.restored.append(label)
             set_element(template, path, _target(entry, home, path[2:]))
-        stored = stored_shards(metadata) if composites else {}
-        for path in composites:
+        for path, shards in composites.items():
             label = ".".join(map(str, path[1:]))
             home = known.get(str(path[1]))
-            shards = stored.get(".".join(map(str, (*prefix, *path))))
-            if path[0] != "state" or home is None or shards is None:
+            if path[0] != "state" or home is None:
                 self.report.unexpected.append(label)
                 continue
             missing.discard(label)
             self.report.restored.append(label)
             set_element(template, path, _composite_target(label, shards, home, path[2:]))
         self.report.missing = sorted(missing)
+        with_state = {str(path[1]) for path, _ in entries if path[0] == "state"}
+        if with_state:
+            self.report.stateless = sorted(
+                name
+                for name, home in known.items()
+                if name not in with_state and getattr(home.parameter, "requires_grad", True)
+            )
         return template
 
     def _homes(self, part: _Part) -> Iterator[tuple[str, _Home]]:
@@ -228,11 +274,12 @@ class OptimizerStates:
             for parameter in _parameters(part.optimizer):
                 values = state.get(part.names[parameter])
                 if values:
-                    part.optimizer.state[parameter] = {
-                        **part.optimizer.state.get(parameter, {}),
-                        **values,
-                    }
-            for group in part.optimizer.param_groups:
+                    own = part.optimizer.state.get(parameter, {})
+                    part.optimizer.state[parameter] = _merged(own, values)
+            groups_here = part.optimizer.param_groups
+            if part.whole is not part.optimizer:
+                groups_here = [*groups_here, *part.whole.param_groups]
+            for group in groups_here:
                 names = [part.names[p] for p in group["params"]]
                 group.update(self._settings_for(names, settings))
             part.optimizer.state.update(loaded.get("common", {}).get(part.key, {}))
@@ -245,7 +292,9 @@ class OptimizerStates:
             group.update(self._settings_for(list(group["params"]), settings))
         names = {name for group in current["param_groups"] for name in group["params"]}
         # All of it is replaced: what the checkpoint does not have is given as it is.
-        merged = {name: {**current["state"].get(name, {}), **state.get(name, {})} for name in names}
+        merged = {
+            name: _merged(current["state"].get(name, {}), state.get(name, {})) for name in names
+        }
         current["state"] = {name: values for name, values in merged.items() if values}
         load_fsdp1_optimizer_state(model, part.optimizer, current)
 
@@ -263,10 +312,24 @@ class OptimizerStates:
         if not found:
             self.report.groups_left.append(label)
             return {}
-        if any(other != found[0] for other in found[1:]):
+        apart = {id(each): each for each in found}
+        if len({encode_value(each) for each in apart.values()}) > 1:
             # Groups were joined since; the first one speaks for all of them.
             self.report.groups_left.append(f"{label} (were in groups that differ)")
-        return found[0]
+        # Groups that were split since must not share what is in it.
+        return copy.deepcopy(found[0])
+
+
+def _merged(existing: Any, new: Any) -> Any:
+    """State with new values in it; what is not new stays, and keys stay what they are."""
+    if not isinstance(existing, dict) or not isinstance(new, dict):
+        return new
+    merged = dict(existing)
+    for key, value in new.items():
+        # Integers are stored as text.
+        own = next((k for k in existing if k == key or str(k) == str(key)), key)
+        merged[own] = _merged(existing.get(own), value)
+    return merged
 
 
 def _by_name(part: _Part) -> dict[str, Any]:
@@ -355,6 +418,11 @@ def _fitting(existing: Any, entry: _Entry, make: Callable[[TensorStorageMetadata
     return existing if fits else make(entry)
 
 
+def _device_of(parameter: Any) -> torch.device:
+    device: torch.device = parameter.device
+    return device if device.type != "meta" else torch.device("cpu")
+
+
 def _composite_target(label: str, stored: StoredShards, home: _Home, path: StatePath) -> Any:
     """Where a state that consists of tensors goes: to the one that is there, or to new parts."""
     existing = get_element(home.values, path)
@@ -371,7 +439,7 @@ def _composite_target(label: str, stored: StoredShards, home: _Home, path: State
             for box, parts in stored.shards.items()
         } | {KIND: None}
     needed = stored.needed_for(label, own_region(home.parameter, stored.shape))
-    device = getattr(home.parameter, "device", None)
+    device = _device_of(home.parameter)
     return {region_name(box): stored.empty_parts(label, box, device) for box in needed} | {
         KIND: None
     }
@@ -393,9 +461,14 @@ def _target(entry: _Entry, home: _Home, path: StatePath) -> Any:
     """Where a state of a parameter goes."""
 
     def make(entry: TensorStorageMetadata) -> Any:
-        if path[-1] == "step" and not entry.size and not home.steps_on_device:
-            return _placeholder(entry)
-        made = empty_like_parameter(home.parameter, entry.size, entry.properties.dtype)
+        if not entry.size and path[-1] in _COUNTERS:
+            made = _placeholder(entry)
+            return made.to(_device_of(home.parameter)) if home.steps_on_device else made
+        dtype = entry.properties.dtype
+        if dtype is home.saved_dtype and entry.size == home.parameter.size():
+            # It was of the precision of the parameter, whatever that is now.
+            dtype = home.parameter.dtype
+        made = empty_like_parameter(home.parameter, entry.size, dtype)
         return made if made is not None else _placeholder(entry)
 
     return _fitting(get_element(home.values, path), entry, make)

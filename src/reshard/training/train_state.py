@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from reshard.api import CheckpointException
+from reshard.composites import KIND
 from reshard.format.values import Whole
 from reshard.metadata import Metadata
 from reshard.per_rank import OnResize, PerRank, per_rank
@@ -138,6 +139,8 @@ class TrainState:
             self._states = OptimizerStates(self._models, self._optimizers)
             template["optimizer"] = self._states.template(metadata, (key, "optimizer"))
             self.report.optimizer = self._states.report
+            if "optimizer" not in present:
+                self.report.missing.append("optimizer")
         for part, value in self._other_state().items():
             if part not in present:
                 self.report.missing.append(part)
@@ -162,6 +165,22 @@ class TrainState:
             if parts and rank == 0:
                 logger.warning("loading %r: %s %s", key, what, ", ".join(parts))
         return template
+
+    def pruned(
+        self, template: dict[str, Any], key: str, unwanted: Callable[[str], bool]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """A template without what is not to be loaded, or was not, and the names of that.
+
+        Called by `load`. Only where memory was made for it, or would be: other values stay in
+        the template as they are.
+        """
+        left_out: list[str] = []
+        kept = dict(template)
+        for part, everything in (("model", False), ("optimizer", True)):
+            if part in kept:
+                name = f"{key}.{part}"
+                kept[part] = _without(kept[part], name, unwanted, everything, left_out)
+        return kept, left_out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was loaded."""
@@ -191,6 +210,26 @@ class TrainState:
                 if isinstance(current, PerRank) and not isinstance(value, PerRank):
                     value = current.__replace_value__(value)
                 self._extra[key] = value
+
+
+def _without(
+    template: dict[str, Any],
+    path: str,
+    unwanted: Callable[[str], bool],
+    everything: bool,
+    left_out: list[str],
+) -> dict[str, Any]:
+    """`template`, which is at `path`, without unwanted tensors, or `everything` unwanted."""
+    kept: dict[str, Any] = {}
+    for key, value in template.items():
+        name = f"{path}.{key}"
+        if type(value) is dict and not (KIND in value and unwanted(name)):
+            kept[key] = _without(value, name, unwanted, everything, left_out)
+        elif unwanted(name) and (everything or isinstance(value, torch.Tensor)):
+            left_out.append(name)
+        else:
+            kept[key] = value
+    return kept
 
 
 def _by_prefix(
