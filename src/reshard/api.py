@@ -22,8 +22,10 @@ Nothing here imports the rest of the package.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 __all__ = [
@@ -46,6 +48,18 @@ __all__ = [
 ]
 
 WRAPPED_EXCEPTION: TypeAlias = tuple[BaseException, traceback.StackSummary]
+
+
+@contextlib.contextmanager
+def _noting(what: str) -> Iterator[None]:
+    """Say with an error that comes from the code of users what was being done."""
+    try:
+        yield
+    except Exception as error:
+        # From Python 3.11 on; before that, the stack must do.
+        if hasattr(error, "add_note"):
+            error.add_note(f"while {what}")
+        raise
 
 
 class CheckpointException(Exception):  # noqa: N818 - the name is part of the contract
@@ -125,6 +139,10 @@ class UnsupportedFormatError(CheckpointException, ValueError):
 
 class CheckpointNotFoundError(CheckpointException, FileNotFoundError):
     """Nothing is committed at the place where a checkpoint should be."""
+
+    # Else they would be taken from the arguments of the constructor.
+    errno = errno.ENOENT
+    strerror = "No such checkpoint"
 
 
 class RankLostError(CheckpointException, RuntimeError):

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from reshard.api import (
     CheckpointException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    _noting,
 )
 from reshard.checkpoint_files import (
     MANIFEST,
@@ -44,9 +45,9 @@ from reshard.contents import (
     to_manifest,
     to_metadata,
 )
-from reshard.default_planner import DefaultLoadPlanner
+from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.engine.collector import paused_collection
-from reshard.engine.reading import Verify, read_regions
+from reshard.engine.reading import Request, Verify, read_regions
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import write_file
 from reshard.format.manifest import (
@@ -67,7 +68,7 @@ from reshard.staging import BlockingAsyncStager
 from reshard.storage import StorageInfo, StorageReader, StorageWriter, WriteResult
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
-from reshard.transfers import ShardFiles, contents_of, requests_of
+from reshard.transfers import ShardFiles, Values, contents_of, fills_by_itself, requests_of
 
 __all__ = ["FileSystemReader", "FileSystemWriter", "StorageInfo"]
 
@@ -221,8 +222,10 @@ class FileSystemWriter(StorageWriter):
             checksums=np.zeros(len(contents), dtype=np.int64),
             pickled=np.array(pickled, dtype=np.int64),
         )
-        # At least two: while one waits for the disk, the other copies and hashes.
-        threads = self.thread_count or max(2, default_threads())
+        # At least two: while one waits for the disk, the other copies and hashes. But a planner
+        # of the user's need not know about threads.
+        own = isinstance(planner, DefaultSavePlanner) and planner.keeps_values()
+        threads = self.thread_count or (max(2, default_threads()) if own else 1)
         total_bytes = int(placement.nbytes.sum())
         with watched(f"saving {store.location}", total_bytes, self.is_coordinator) as progress:
             for number, group in enumerate(groups if contents else []):
@@ -412,21 +415,42 @@ class FileSystemReader(StorageReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         files = ShardFiles(self.open_store(), self.storage_data.manifest, self.verify)
-        try:
+        with contextlib.closing(files):
+            if not fills_by_itself(planner):
+                # One after the other, in this thread: a planner of the user's may make the memory
+                # of a tensor when it is its turn, and need not know about threads.
+                for item in plan.items:
+                    requests, values = requests_of([item], planner, files, self.storage_data)
+                    self._read_tensors(requests, files, 1)
+                    self._read_values(values, planner, files)
+                return
             requests, values = requests_of(plan.items, planner, files, self.storage_data)
-            threads = self.thread_count or default_threads()
-            where = files.store.location
             wanted_bytes = sum(request.nbytes for request in requests)
-            with watched(f"loading {where}", wanted_bytes, self.is_coordinator) as progress:
-                self.bytes_read += read_regions(
-                    files.readers, requests, self.verify, threads, where, progress.advance
-                )
-            for item, row in values:
-                data = files.read_value(item.storage_index.fqn, row)
-                planner.load_bytes(item, self._as_expected(planner, item.storage_index.fqn, data))
-                self.bytes_read += len(data)
-        finally:
-            files.close()
+            what = f"loading {files.store.location}"
+            with watched(what, wanted_bytes, self.is_coordinator) as progress:
+                threads = self.thread_count or default_threads()
+                self._read_tensors(requests, files, threads, progress.advance)
+            self._read_values(values, planner, files)
+
+    def _read_tensors(
+        self,
+        requests: Sequence[Request],
+        files: ShardFiles,
+        threads: int,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        where = files.store.location
+        self.bytes_read += read_regions(
+            files.readers, requests, self.verify, threads, where, advance
+        )
+
+    def _read_values(self, values: Values, planner: LoadPlanner, files: ShardFiles) -> None:
+        for item, row in values:
+            name = item.storage_index.fqn
+            data = files.read_value(name, row)
+            with _noting(f"loading {name!r}"):
+                planner.load_bytes(item, self._as_expected(planner, name, data))
+            self.bytes_read += len(data)
 
     def _as_expected(self, planner: LoadPlanner, fqn: str, data: bytes) -> io.BytesIO:
         """A stored value for `load_bytes`, which planners in use take for a torch.save file."""
@@ -440,4 +464,8 @@ class FileSystemReader(StorageReader):
 
 
 def _is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
+    if not isinstance(checkpoint_id, str | os.PathLike):
+        raise TypeError(
+            f"a checkpoint_id is a path, as text or a pathlib.Path, not {checkpoint_id!r}"
+        )
     return isinstance(checkpoint_id, os.PathLike) or "://" not in checkpoint_id

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api import CheckpointException, CoverageError, MissingKeyError
+from reshard.background.backlog import backlog, place_of
 from reshard.default_planner import DefaultLoadPlanner
 from reshard.metadata import (
     STATE_DICT_TYPE,
@@ -45,6 +46,7 @@ def load_sharded_optimizer_state_dict(
     with `optimizer_key` as its only key. State of a parameter that `model_state_dict`
     does not have is cut along its first dimension over all ranks.
     """
+    backlog().settle(place_of(storage_reader))
     metadata = storage_reader.read_metadata()
     paths = metadata.planner_data
     if not isinstance(paths, Mapping):

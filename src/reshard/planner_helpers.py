@@ -253,7 +253,10 @@ def describe_missing(missing: Sequence[str], stored: Iterable[str]) -> str:
     if len(missing) > 1:
         shown = ", ".join(map(repr, missing[1:6]))
         text += f" {len(missing) - 1} more keys are missing, such as {shown}."
-    return text + " Load with allow_partial_load=True to leave missing keys as they are."
+    return text + (
+        " Load with strict=False (or a planner with allow_partial_load=True) to leave missing keys "
+        "as they are."
+    )
 
 
 def _check_match(fqn: str, entry: STORAGE_TYPES, value: Any) -> None:

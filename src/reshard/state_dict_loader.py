@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.api import CheckpointException, CoverageError, MissingKeyError
+from reshard.api import CheckpointException, CoverageError, MissingKeyError, _noting
 from reshard.background.backlog import backlog, place_of
 from reshard.coordination.channel import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -43,6 +43,7 @@ from reshard.planner_helpers import create_read_items_for_chunk_list, describe_m
 from reshard.planning.columns import Bools
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, takes_any_keyword
+from reshard.tensors.flatten import flatten_state_dict
 
 __all__ = ["LoadReport", "load", "load_state_dict", "read_state_dict", "read_tensor"]
 
@@ -179,7 +180,9 @@ def read_state_dict(
     """
     reader = FileSystemReader(checkpoint_id, verify=verify, allow_pickle=allow_pickle)
     try:
-        return _read_keys(keys, reader, None, True, allow_pickle)
+        found = _read_keys(keys, reader, None, True, allow_pickle)
+        _check_found(keys, found, reader)
+        return found
     except CheckpointException as error:
         failed = error
     # Alone, there is one reason, which says more than that something failed. Raised out here,
@@ -187,6 +190,19 @@ def read_state_dict(
     for reason, _ in failed.failures.values():
         raise reason
     raise failed
+
+
+def _check_found(keys: set[str] | str | None, found: dict[str, Any], reader: StorageReader) -> None:
+    """Raise if a key names nothing."""
+    wanted = {keys} if isinstance(keys, str) else set(keys or ())
+    if not wanted:
+        return
+    flat, _ = flatten_state_dict(found)
+    names = [name + "." for name in flat]
+    missing = [key for key in wanted if not any(name.startswith(f"{key}.") for name in names)]
+    if missing:
+        stored = list(reader.read_metadata().state_dict_metadata)
+        raise MissingKeyError(describe_missing(sorted(missing), stored))
 
 
 def read_tensor(
@@ -222,6 +238,10 @@ def read_tensor(
 def _region(
     fqn: str, shape: tuple[int, ...], region: Sequence[slice]
 ) -> tuple[list[int], list[int]]:
+    if isinstance(region, slice):
+        region = (region,)
+    if any(not isinstance(part, slice) for part in region):
+        raise TypeError(f"a region of {fqn!r} is a tuple of slices, not {region!r}")
     if len(region) > len(shape) or any(part.step not in (None, 1) for part in region):
         raise ValueError(
             f"a region of {fqn!r} has at most {len(shape)} slices, of step 1; got {region}"
@@ -377,10 +397,12 @@ class _Load:
         if not any(map(is_stateful, self.original.values())):
             return self.original
         # In the same order on all ranks, since state_dict() may communicate.
-        return {
-            key: value.state_dict() if is_stateful(value) and not _gives_template(value) else value
-            for key, value in sorted(self.original.items())
-        }
+        states = {}
+        for key, value in sorted(self.original.items()):
+            with _noting(f"asking {key!r} for its state"):
+                asked = is_stateful(value) and not _gives_template(value)
+                states[key] = value.state_dict() if asked else value
+        return states
 
     def _ask_for_templates(self, metadata: Metadata) -> None:
         """Ask those that decide by the checkpoint what they want of it."""
@@ -401,9 +423,11 @@ class _Load:
                     # Where the checkpoint has nothing, there may be memory that nothing filled.
                     missing = set(self.report.missing)
                     loaded, _ = value.pruned(self.state_dict[key], key, missing.__contains__)
-                    value.load_state_dict(loaded)
+                    with _noting(f"giving {key!r} its state"):
+                        value.load_state_dict(loaded)
                 elif is_stateful(value):
-                    value.load_state_dict(self.state_dict[key])
+                    with _noting(f"giving {key!r} its state"):
+                        value.load_state_dict(self.state_dict[key])
                 else:
                     self.original[key] = self.state_dict[key]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
 import torch.distributed as dist
 
+from reshard.api import _noting
 from reshard.background.backlog import WhenBusy, backlog, place_of
 from reshard.background.saves import BackgroundSave, worker_of_this_process
 from reshard.coordination.channel import (
@@ -122,10 +124,16 @@ def _use_dist(no_dist: bool) -> bool:
 
 
 def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    return {
-        key: value.state_dict() if is_stateful(value) else value
-        for key, value in state_dict.items()
-    }
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"a state dict is a dict, not a {type(state_dict).__name__}: save "
+            "{'model': model} in place of model"
+        )
+    states = {}
+    for key, value in state_dict.items():
+        with _noting(f"asking {key!r} for its state"):
+            states[key] = value.state_dict() if is_stateful(value) else value
+    return states
 
 
 class AsyncCheckpointerType(Enum):

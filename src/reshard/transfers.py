@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.api import CorruptCheckpointError, PlanError
+from reshard.api import CorruptCheckpointError, PlanError, _noting
 from reshard.columnar import ReadItems, WriteItems
 from reshard.contents import StorageTable
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -125,7 +125,8 @@ class _Contents:
 
 
 def _value_bytes(planner: SavePlanner, item: WriteItem) -> memoryview:
-    data = planner.resolve_data(item)
+    with _noting(f"saving {item.index.fqn!r}"):
+        data = planner.resolve_data(item)
     if not isinstance(data, io.BytesIO):
         raise TypeError(
             f"resolve_data returned a {type(data).__name__} for {item.index.fqn!r}, which is "
@@ -140,7 +141,8 @@ def _same(data: Any) -> Any:
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     """The tensor of an item, as its plan announced it."""
-    tensor = planner.resolve_data(item)
+    with _noting(f"saving {item.index.fqn!r}"):
+        tensor = planner.resolve_data(item)
     data = item.tensor_data
     if not isinstance(tensor, torch.Tensor) or data is None:
         raise TypeError(
@@ -232,8 +234,18 @@ class ShardFiles:
             reader.close()
 
 
+def _commit(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
+    with _noting(f"loading {item.dest_index.fqn!r}"):
+        planner.commit_tensor(item, tensor)
+
+
 Values = list[tuple[ReadItem, int]]
 """Values to read: each with its row in the manifest."""
+
+
+def fills_by_itself(planner: LoadPlanner) -> bool:
+    """Whether no code of the user's is called for a tensor that is read."""
+    return isinstance(planner, DefaultLoadPlanner) and planner.keeps_tensors()
 
 
 def requests_of(
@@ -242,13 +254,8 @@ def requests_of(
     """What to read for each item; all files that are needed are open afterwards."""
     with paused_collection():
         found = _Requests(planner, files, table)
-        if (
-            isinstance(planner, DefaultLoadPlanner)
-            and planner.keeps_tensors()
-            and isinstance(items, ReadItems)
-            and items.untouched
-        ):
-            found.add_rows(items, planner)
+        if fills_by_itself(planner) and isinstance(items, ReadItems) and items.untouched:
+            found.add_rows(items, planner)  # type: ignore[arg-type]
         else:
             for item in items:
                 found.add(item)
@@ -272,7 +279,8 @@ class _Requests:
             self.values.append((item, row))
             return
         row = self._table.chunk_row(item.storage_index)
-        tensor = self._planner.resolve_tensor(item)
+        with _noting(f"loading {item.dest_index.fqn!r}"):
+            tensor = self._planner.resolve_tensor(item)
         if tensor.shape != item.lengths:
             raise ValueError(
                 f"resolve_tensor returned a tensor of shape {tuple(tensor.shape)} for "
@@ -290,7 +298,7 @@ class _Requests:
                 lengths=item.lengths,
                 target=tensor.detach(),
                 into=item.dest_index.fqn,
-                done=None if self._plain else partial(self._planner.commit_tensor, item, tensor),
+                done=None if self._plain else partial(_commit, self._planner, item, tensor),
             )
         )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
+import reshard
 from reshard.api import (
     CheckpointException,
     CoverageError,
@@ -31,6 +35,7 @@ from reshard.metadata import (
     TensorStorageMetadata,
 )
 from reshard.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from reshard.training import TrainState
 from support.fake_ranks import as_rank, distributed, mesh_of, on_each_rank
 from support.memory_storage import plan_save
 
@@ -320,3 +325,84 @@ def test_a_key_with_a_dot_that_collides_with_a_nested_one_is_refused_with_both()
     assert "Rename a key" in message
     assert isinstance(raised.value, CheckpointException)
     assert isinstance(raised.value, ValueError)
+
+
+class NoState:
+    """Like torch's DataLoader: it cannot say where it is."""
+
+
+BAD_CALLS: dict[str, tuple[Any, type[Exception], str]] = {
+    "save(model)": (
+        lambda p: reshard.save(torch.nn.Linear(1, 1), checkpoint_id=p),
+        Exception,
+        "save {'model': model}",
+    ),
+    "a number as place": (lambda p: reshard.save({}, checkpoint_id=5), TypeError, "is a path"),
+    "strict": (
+        lambda p: reshard.load({}, checkpoint_id=p, strict="exac"),
+        ValueError,
+        "True, False or 'exact'",
+    ),
+    "a region that is no slice": (
+        lambda p: reshard.read_tensor(p, "w", (1,)),
+        TypeError,
+        "a tuple of slices",
+    ),
+    "a key that names nothing": (
+        lambda p: reshard.read_state_dict(p, {"w", "nope"}),
+        reshard.CheckpointException,
+        "state_dict: nope",
+    ),
+    "on_resize": (
+        lambda p: TrainState(torch.nn.Linear(1, 1), on_resize="dorp"),
+        ValueError,
+        "'error', 'drop' or 'first'",
+    ),
+    "a dict of optimizers": (
+        lambda p: TrainState(torch.nn.Linear(1, 1), {"a": None}),
+        TypeError,
+        "a list of optimizers",
+    ),
+    "a loader without state": (
+        lambda p: TrainState(torch.nn.Linear(1, 1), dataloader=NoState()),
+        TypeError,
+        "which has no state_dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_says_what_to_do(name: str, tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    call, kind, text = BAD_CALLS[name]
+    with pytest.raises(kind) as raised:
+        call(tmp_path)
+    assert text in str(raised.value)
+
+
+def test_one_slice_is_a_region(tmp_path: Path) -> None:
+    reshard.save({"w": torch.arange(4)}, checkpoint_id=tmp_path)
+    assert reshard.read_tensor(tmp_path, "w", slice(1, 3)).tolist() == [1, 2]  # type: ignore[arg-type]
+
+
+def test_what_a_load_asks_of_a_reader_and_a_planner_is_for_that_load_only(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2), "v": [Fraction(1, 2)]}, checkpoint_id=tmp_path)
+    reader, planner = reshard.FileSystemReader(tmp_path), reshard.DefaultLoadPlanner()
+    state: dict[str, Any] = {"w": torch.zeros(2), "v": None, "more": 1}
+    options: dict[str, Any] = {"storage_reader": reader, "planner": planner}
+    reshard.load(state, **options, allow_pickle=True, strict=False, verify="off", exclude=["w"])
+    assert (state["v"], state["w"].tolist()) == ([Fraction(1, 2)], [0, 0])
+    with pytest.raises(reshard.CheckpointException, match="state_dict: more"):
+        reshard.load(state, **options)
+    del state["more"]
+    with pytest.raises(reshard.CheckpointException, match="allow_pickle=True"):
+        reshard.load(state, **options)
+    reshard.load({"w": state["w"]}, **options)
+    assert state["w"].tolist() == [1, 1]
+    assert reader.verify.value == "chunks"
+
+
+def test_a_checkpoint_that_is_not_there_is_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as raised:
+        reshard.read_tensor(tmp_path / "nowhere", "w")
+    assert raised.value.errno == errno.ENOENT

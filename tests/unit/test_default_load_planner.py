@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import pytest
@@ -271,7 +271,7 @@ def test_without_flattening_values_are_put_at_the_top() -> None:
 
 
 def test_a_value_that_only_running_code_could_read_is_refused_by_name() -> None:
-    checkpoint = saved({"deep": {"path": Path("a")}})
+    checkpoint = saved({"deep": {"path": PurePosixPath("a")}})
     with pytest.raises(UnsafeValueError) as raised:
         load(checkpoint, {"deep": {"path": None}})
     assert "'deep.path' is stored as a pickled object" in str(raised.value)

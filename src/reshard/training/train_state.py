@@ -68,6 +68,15 @@ class TrainState:
         *,
         on_resize: OnResize = "drop",
     ) -> None:
+        if on_resize not in ("error", "drop", "first"):
+            raise ValueError(f"on_resize is 'error', 'drop' or 'first', not {on_resize!r}")
+        if isinstance(optimizer, Mapping):
+            raise TypeError("pass a list of optimizers: they are told apart by their parameters")
+        if dataloader is not None and not is_stateful(dataloader):
+            raise TypeError(
+                f"the dataloader is a {type(dataloader).__name__}, which has no state_dict and "
+                "load_state_dict: use one that has (such as torchdata's StatefulDataLoader)"
+            )
         self._models = _by_prefix(model)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self._optimizers = list(optimizers or [])
