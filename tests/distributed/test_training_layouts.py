@@ -12,7 +12,7 @@ import reshard
 from reshard._nested_dict import flatten_state_dict
 from reshard.training import TrainState
 from support.ranks import run_ranks
-from support.training import LAYOUTS, single
+from support.training import LAYOUTS, Run, single
 
 # One worker: the checkpoints are made once.
 pytestmark = [pytest.mark.xdist_group("training layouts"), pytest.mark.timeout(600)]
@@ -21,6 +21,8 @@ STEPS = 3
 TOLERANCE = 1e-4
 """Of losses in different layouts, relative: sums are cut differently, and AdamW divides small
 numbers by small ones. What is loaded is exact."""
+PARAMETER_TOLERANCE = 1e-5
+"""Of parameters in different layouts, absolute, after steps of a hundredth each."""
 
 
 def file_name(layout: str) -> str:
@@ -33,7 +35,15 @@ def train_and_save(layout: str, box: Path) -> list[float]:
     losses = [run.step(number) for number in range(STEPS)]
     state = {"train": TrainState(run.model, run.optimizer)}
     reshard.save(state, checkpoint_id=box / file_name(layout))
-    return losses + [run.step(number) for number in range(STEPS, 2 * STEPS)]
+    losses += [run.step(number) for number in range(STEPS, 2 * STEPS)]
+    save_end(run, box / file_name(layout))
+    return losses
+
+
+def save_end(run: Run, path: Path) -> None:
+    """Keep the parameters that a run ends with."""
+    state = {"train": TrainState(run.model, rng=False)}
+    reshard.save(state, checkpoint_id=path.with_name(f"{path.name}-end"))
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -63,6 +73,7 @@ def load_and_train(layout: str, box: Path, sources: list[str]) -> dict[str, list
         again = box / f"{file_name(source)}-in-{file_name(layout)}"
         reshard.save({"train": state}, checkpoint_id=again)
         losses[source] = [run.step(number) for number in range(STEPS, 2 * STEPS)]
+        save_end(run, again)
     return losses
 
 
@@ -118,3 +129,20 @@ def check(layout: str, sources: list[str], checkpoints: Path, uninterrupted: lis
         assert saved.keys() == loaded.keys()
         different = [name for name in saved if not torch.equal(saved[name], loaded[name])]
         assert different == [], source
+        end = tensors_of(checkpoints / f"{file_name(source)}-in-{file_name(layout)}-end")
+        compare_ends(end, checkpoints, layout, exactly=source == layout)
+
+
+def compare_ends(
+    end: dict[str, torch.Tensor], checkpoints: Path, layout: str, exactly: bool
+) -> None:
+    """The parameters in the end are those of a run that was not interrupted."""
+    wanted = tensors_of(checkpoints / f"{file_name(layout if exactly else 'single')}-end")
+    assert end.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if exactly:
+            assert torch.equal(end[name], tensor), name
+        elif not name.endswith(".key.bias"):
+            # A softmax does not change with that, so its gradient is what rounding leaves.
+            apart = float((end[name] - tensor).abs().max())
+            assert apart <= PARAMETER_TOLERANCE, name
