@@ -24,7 +24,7 @@ from reshard.background import saves
 from reshard.background.saves import worker_of_this_process
 from reshard.staging import BlockingAsyncStager, DefaultStager
 from reshard.state_dict_saver import AsyncCheckpointerType
-from support.background import FailingWriter, Gate, GatedWriter, is_running, wait_until
+from support.background import FailingWriter, Gate, GatedWriter, LastWords, is_running, wait_until
 from support.ranks import DEAD, run_alone, run_ranks
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -600,3 +600,19 @@ def test_a_worker_does_not_outlive_a_trainer_that_was_killed(tmp_path: Path) -> 
     except CheckpointNotFoundError:
         return
     assert torch.equal(found["weight"], torch.ones(1000))
+
+
+def die_with_last_words(folder: str) -> tuple[str, str]:
+    future = reshard.async_save(
+        {"w": torch.ones(1)}, storage_writer=LastWords(folder), async_checkpointer_type=PROCESS
+    )
+    error = future.exception(SECONDS)
+    return type(error).__name__, str(error)
+
+
+def test_a_worker_that_dies_is_quoted(tmp_path: Path) -> None:
+    kind, text = run_alone(die_with_last_words, str(tmp_path))
+
+    assert kind == "WorkerLostError"
+    assert "ended with exit code 3" in text
+    assert "the disk is on fire" in text

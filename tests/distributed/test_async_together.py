@@ -502,3 +502,39 @@ def test_a_relative_place_is_where_it_was_when_async_save_was_called(
 
     for name in ("first", "second"):
         assert reshard.read_state_dict(tmp_path / name / "place") == {"name": name}
+
+
+def save_fifty_times_together(folder: str, kind: AsyncCheckpointerType) -> list[str]:
+    """What ranks hold more of after fifty saves of 500 tensors than after the first ones."""
+    state = {f"w{i}_of_{dist.get_rank()}": torch.full((10,), float(i)) for i in range(500)}
+
+    def save(times: int) -> None:
+        for _ in range(times):
+            future = reshard.async_save(state, checkpoint_id=folder, async_checkpointer_type=kind)
+        future.result(SECONDS)
+        dist.barrier()
+        until_no_save_runs()
+
+    save(4)
+    processes = [os.getpid()]
+    if kind is PROCESS:
+        processes.append(worker_of_this_process().start().pid)
+    before = [usage(pid) for pid in processes]
+    save(50)
+    after = [usage(pid) for pid in processes]
+    assert all(held["shared files"] <= 8 for held in after)
+    return [
+        f"{name} went from {old[name]} to {new[name]}"
+        for old, new in zip(before, after, strict=True)
+        for name in old
+        # Connections to the other rank come and go.
+        if new[name] > old[name] + 1
+    ]
+
+
+@both_kinds
+def test_fifty_saves_of_many_tensors_on_two_ranks_take_no_more_than_the_first(
+    kind: AsyncCheckpointerType, tmp_path: Path
+) -> None:
+    assert run_ranks(2, save_fifty_times_together, str(tmp_path), kind, seconds=110) == [[], []]
+    assert len(reshard.read_state_dict(tmp_path)) == 1000

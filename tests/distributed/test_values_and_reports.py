@@ -620,3 +620,17 @@ def test_an_error_in_the_code_of_users_says_for_which_key(
 
     with pytest.raises(reshard.CheckpointException, match=f"while {re.escape(what)}"):
         save_and_load()
+
+
+def test_an_optimizer_takes_what_is_read_without_a_template(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    reshard.save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    fresh = torch.optim.AdamW(model.parameters())
+    fresh.load_state_dict(reshard.read_state_dict(tmp_path)["optim"])
+    for parameter in model.parameters():
+        for name, value in optimizer.state[parameter].items():
+            assert torch.equal(fresh.state[parameter][name], value)
+    assert fresh.param_groups[0]["lr"] == 0.1

@@ -102,7 +102,7 @@ def blank(value: Any) -> Any:
 def as_read(value: Any) -> Any:
     """A state dict as it is read without a template: containers that were entered are plain."""
     if isinstance(value, dict):
-        return {str(key): as_read(inner) for key, inner in value.items()}
+        return {key: as_read(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple) and _is_entered(value):
         return [as_read(inner) for inner in value]
     return value
@@ -300,9 +300,11 @@ class PlainReader:
                 path: list[str | int] = []
                 at = 0
                 for cut in cuts:
-                    piece = name[at : at + abs(cut)]
-                    path.append(int(piece) if cut < 0 else piece)
-                    at += abs(cut) + 1
+                    length = cut - 2**32 if cut >= 2**32 else abs(cut)
+                    piece = name[at : at + length]
+                    was_int = int(piece) if cut >= 2**32 else piece
+                    path.append(Position(piece) if cut < 0 else was_int)
+                    at += length + 1
                 found.setdefault(name, path)
         return found
 
@@ -312,10 +314,14 @@ class PlainReader:
         for name, path in self.paths().items():
             place: Any = root
             for key, following in itertools.pairwise(path):
-                place = _step_into(place, key, [] if isinstance(following, int) else {})
+                place = _step_into(place, key, [] if isinstance(following, Position) else {})
             _put(place, path[-1], content.pop(name))
         assert not content, "names without a path"
         return root
+
+
+class Position(int):
+    """A place in a list, and not the key of a dict."""
 
 
 def _step_into(place: Any, key: str | int, new: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,14 @@ class FailingWriter(reshard.FileSystemWriter):
         if self.rank == self.failing_rank:
             raise OSError(f"rank {self.rank} has no space left")
         return super().write_data(plan, planner)
+
+
+class LastWords(reshard.FileSystemWriter):
+    """Takes its process with it, and says why."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        print("the disk is on fire", file=sys.stderr, flush=True)
+        os._exit(3)
 
 
 class ScalingPlanner(reshard.DefaultSavePlanner):

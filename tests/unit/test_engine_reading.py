@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -40,6 +41,7 @@ class CountingReader:
         self.content = bytearray(content)
         self.resident = resident
         self.calls: list[tuple[int, int]] = []
+        self.filled: list[tuple[int, int]] = []
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +51,7 @@ class CountingReader:
         self.calls.append((offset, sum(map(len, buffers))))
         for buffer in buffers:
             assert offset + len(buffer) <= len(self.content), "a read beyond the file"
+            self.filled.append((np.frombuffer(buffer, np.uint8).ctypes.data, len(buffer)))
             buffer[:] = self.content[offset : offset + len(buffer)]
             offset += len(buffer)
 
@@ -325,3 +328,18 @@ def test_an_error_in_one_thread_ends_the_read() -> None:
     requests = [make_request(chunk, (0,), torch.zeros(64)) for _ in range(8)]
     with limits(_SMALL_BYTES=0), pytest.raises(OSError, match="on fire"):
         read_regions({"file": Failing(b"")}, requests, Verify.CHUNKS, 4, "here")
+
+
+@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 20, 20 << 20])
+@pytest.mark.parametrize("verify", Verify)
+def test_bytes_are_read_straight_into_the_memory_of_the_target(nbytes: int, verify: Verify) -> None:
+    chunk = numbered((nbytes // 4,), torch.float32)
+    reader = CountingReader(bytes_of(chunk))
+    target = torch.zeros_like(chunk)
+    read_regions({"file": reader}, [make_request(chunk, (0,), target)], verify, 1, "here")
+    assert torch.equal(target, chunk)
+    begin = target.data_ptr()
+    assert sum(length for _, length in reader.filled) == nbytes
+    for address, length in reader.filled:
+        assert begin <= address
+        assert address + length <= begin + nbytes

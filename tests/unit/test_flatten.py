@@ -226,3 +226,19 @@ def test_pickled_paths_take_a_few_bytes_per_name() -> None:
     names = {f"layers.{n}": {"attention": {"weight": 1, "bias": 2}} for n in range(500)}
     _, paths = flatten_state_dict(names)
     assert len(pickle.dumps(paths)) < 10 * len(paths)
+
+
+def test_integer_keys_come_back_as_integers() -> None:
+    nested = {"state": {0: {"step": 1}, -3: {"step": 2}, "7": {"step": 3}}, "list": [{1: 2}]}
+    flat, paths = flatten_state_dict(nested)
+    assert sorted(flat) == ["list.0.1", "state.-3.step", "state.0.step", "state.7.step"]
+    assert paths["state.0.step"] == ("state", "0", "step")
+    for mapping in (paths, PathMap.unpack(paths.pack())):
+        assert unflatten_state_dict(flat, mapping) == nested
+
+
+def test_a_damaged_integer_key_is_an_error() -> None:
+    _, paths = flatten_state_dict({"state": {12: 1}})
+    packed = paths.pack().replace(b"state.12", b"state.1x")
+    with pytest.raises(ValueError, match="'1x' is not an integer"):
+        PathMap.unpack(packed)

@@ -481,3 +481,20 @@ def test_a_failure_to_stage_is_told_by_the_future(process_pool: StagingPool) -> 
 def test_to_ask_for_type_checks_has_no_effect_and_says_so() -> None:
     with pytest.warns(UserWarning, match="type_check has no effect"):
         BlockingAsyncStager(type_check=True)
+
+
+OPTIONS = ["use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy"]
+
+
+@pytest.mark.parametrize("bits", range(16))
+def test_every_combination_of_options_works_without_a_device(bits: int) -> None:
+    chosen = {name: bool(bits >> place & 1) for place, name in enumerate(OPTIONS)}
+    stager = DefaultStager(StagingOptions(**chosen))
+    original = {"w": torch.ones(3), "list": [1, 2]}
+    staged: Any = stager.stage(original)
+    assert isinstance(staged, Future) == chosen["use_async_staging"]
+    copied = staged.result() if isinstance(staged, Future) else staged
+    original["w"].zero_()
+    original["list"].append(3)
+    assert (copied["w"].tolist(), copied["list"]) == ([1, 1, 1], [1, 2])
+    stager.close()

@@ -30,6 +30,13 @@ __all__ = [
 ]
 
 StatePath: TypeAlias = tuple[str | int, ...]
+_WAS_INT = 1 << 32
+
+
+class IntKey(str):
+    """The key of a dict that was an integer. In names, and in paths, it is text like any other."""
+
+    __slots__ = ()
 
 
 class Rules(Enum):
@@ -50,7 +57,7 @@ class PathMap(dict[str, StatePath]):
     def pack(self) -> bytes:
         """These paths in a deterministic, compact form."""
         # A path is its name cut into pieces: only the lengths need to be stored,
-        # negative for positions in a list.
+        # negative for positions in a list, with a mark for keys that were integers.
         return msgspec.msgpack.encode((list(self), [_cuts(path) for path in self.values()]))
 
     @classmethod
@@ -67,16 +74,23 @@ def _unpack_compressed(data: bytes) -> PathMap:
 
 
 def _cuts(path: StatePath) -> list[int]:
-    return [-len(str(key)) if isinstance(key, int) else len(key) for key in path]
+    return [
+        -len(str(key)) if isinstance(key, int) else len(key) + _WAS_INT * isinstance(key, IntKey)
+        for key in path
+    ]
 
 
 def _path(name: str, cuts: list[int]) -> StatePath:
     path: list[str | int] = []
     begin = 0
     for cut in cuts:
-        piece = name[begin : begin + abs(cut)]
-        path.append(int(piece) if cut < 0 else piece)
-        begin += abs(cut) + 1
+        was_int = cut >= _WAS_INT
+        length = cut - _WAS_INT if was_int else abs(cut)
+        piece = name[begin : begin + length]
+        if was_int and not piece.removeprefix("-").isdecimal():
+            raise ValueError(f"{piece!r} is not an integer")
+        path.append(int(piece) if cut < 0 else IntKey(piece) if was_int else piece)
+        begin += length + 1
     return tuple(path)
 
 
@@ -156,7 +170,8 @@ def _enter(
                     f"the dict at {_spell(path)} has both the key {key!r} and the key "
                     f"{str(key)!r}, which would get the same name. Rename one of them"
                 )
-            yield from _enter((*path, str(key)), inner, rules, worth_entering)
+            text = IntKey(key) if isinstance(key, int) else key
+            yield from _enter((*path, text), inner, rules, worth_entering)
     else:
         for position, inner in enumerate(value):
             yield from _enter((*path, position), inner, rules, worth_entering)
@@ -229,10 +244,10 @@ def _store(container: Any, path: StatePath, value: Any) -> Any:
 
 
 def _existing_key(container: Mapping[Any, Any], key: str | int) -> Any:
-    """The key of `container` that reads like `key`; integers are stored as text."""
+    """The key of `container` that reads like `key`, or is to; integers are stored as text."""
     if key in container or not isinstance(key, str):
         return key
-    if key.removeprefix("-").isdigit() and int(key) in container:
+    if isinstance(key, IntKey) or (key.removeprefix("-").isdecimal() and int(key) in container):
         return int(key)
     return key
 

@@ -326,7 +326,6 @@ def _merged(existing: Any, new: Any) -> Any:
         return new
     merged = dict(existing)
     for key, value in new.items():
-        # Integers are stored as text.
         own = next((k for k in existing if k == key or str(k) == str(key)), key)
         merged[own] = _merged(existing.get(own), value)
     return merged
