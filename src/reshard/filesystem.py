@@ -211,6 +211,17 @@ class FileSystemWriter(StorageWriter):
         items = plan.items
         prefix, _, first = str(plan.storage_data or f"__{self.rank}_0").rpartition("_")
         contents, pickled = contents_of(items, planner)
+        if any(pickled):
+            keys = [
+                content.key for content, is_one in zip(contents, pickled, strict=True) if is_one
+            ]
+            logger.warning(
+                "%d values at %s can only be stored as pickles, which a load reads with "
+                "allow_pickle=True: %s",
+                len(keys),
+                store.location,
+                ", ".join(keys[:5]),
+            )
         groups = [list(range(len(contents)))]
         if not self.single_file_per_rank:
             groups = [[i] for i in range(len(contents))]

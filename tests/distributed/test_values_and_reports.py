@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import warnings
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -634,3 +635,12 @@ def test_an_optimizer_takes_what_is_read_without_a_template(tmp_path: Path) -> N
         for name, value in optimizer.state[parameter].items():
             assert torch.equal(fresh.state[parameter][name], value)
     assert fresh.param_groups[0]["lr"] == 0.1
+
+
+def test_a_save_says_which_values_it_has_to_pickle(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reshard.save({"a": 1, "deep": {"b": Fraction(1, 2)}}, checkpoint_id=tmp_path)
+    (record,) = caplog.records
+    assert "1 values" in record.getMessage()
+    assert record.getMessage().endswith("allow_pickle=True: deep.b")

@@ -180,60 +180,66 @@ class OptimizerStates:
         """
         self.report = OptimizerReport()
         template: dict[str, Any] = {"state": {}, "groups": {}}
-        known = {name: home for part in self._parts for name, home in self._homes(part)}
-        for name, its_home in known.items():
-            saved = metadata.state_dict_metadata.get(f"{prefix[0]}.model.{name}")
-            if isinstance(saved, TensorStorageMetadata):
-                its_home.saved_dtype = saved.properties.dtype
-        missing = {f"{name}.{key}" for name, home in known.items() for key in home.values}
+        homes = self._all_homes(metadata, prefix)
         common = {part.key: part.common for part in self._parts}
-        missing |= {key for keys in common.values() for key in keys}
         entries = list(_entries_below(metadata, prefix))
         self._new_names = _new_names(metadata, prefix, entries)
-        stored = stored_shards(metadata)
-        full_names = {path[:-1]: (*prefix, *path[:-1]) for path, _ in entries if path[-1] == KIND}
-        composites = {
-            path: shards
-            for path, full in full_names.items()
-            if (shards := stored.get(".".join(map(str, full)))) is not None
-        }
+        composites = _composites(metadata, prefix, entries)
         for path, entry in entries:
             if composites and any(path[:depth] in composites for depth in range(3, len(path))):
                 continue
             if path[0] == "groups":
                 set_element(template, path, _placeholder(entry))
-                continue
-            if path[0] == "common" and path[1] in common:
-                missing.discard(str(path[2]))
+            elif path[0] == "common" and path[1] in common:
                 existing = get_element(common[str(path[1])], path[2:])
                 set_element(template, path, _fitting(existing, entry, _placeholder))
-                continue
-            label = ".".join(map(str, path[1:]))
-            home = known.get(str(path[1]))
-            if path[0] != "state" or home is None:
-                self.report.unexpected.append(label)
-                continue
-            missing.discard(label)
-            self.report.restored.append(label)
-            set_element(template, path, _target(entry, home, path[2:]))
+            elif self._is_wanted(path, homes):
+                target = _target(entry, homes[str(path[1])], path[2:])
+                set_element(template, path, target)
         for path, shards in composites.items():
-            label = ".".join(map(str, path[1:]))
-            home = known.get(str(path[1]))
-            if path[0] != "state" or home is None:
-                self.report.unexpected.append(label)
-                continue
-            missing.discard(label)
-            self.report.restored.append(label)
-            set_element(template, path, _composite_target(label, shards, home, path[2:]))
+            if self._is_wanted(path, homes):
+                target = _composite_target(shards, homes[str(path[1])], path)
+                set_element(template, path, target)
+        self._report_missing(template, homes, common)
+        return template
+
+    def _is_wanted(self, path: StatePath, homes: Mapping[str, _Home]) -> bool:
+        """Whether something stored is the state of a parameter here; it is noted either way."""
+        wanted = path[0] == "state" and str(path[1]) in homes
+        noted = self.report.restored if wanted else self.report.unexpected
+        noted.append(".".join(map(str, path[1:])))
+        return wanted
+
+    def _report_missing(
+        self,
+        template: Mapping[str, Any],
+        homes: Mapping[str, _Home],
+        common: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        found: Mapping[str, Any] = template["state"]
+        missing = [
+            f"{name}.{key}"
+            for name, home in homes.items()
+            for key in home.values
+            if str(key) not in found.get(name, {})
+        ]
+        shared: Mapping[str, Any] = template.get("common", {})
+        missing += [k for key, own in common.items() for k in own if k not in shared.get(key, {})]
         self.report.missing = sorted(missing)
-        with_state = {str(path[1]) for path, _ in entries if path[0] == "state"}
-        if with_state:
+        if found:
             self.report.stateless = sorted(
                 name
-                for name, home in known.items()
-                if name not in with_state and getattr(home.parameter, "requires_grad", True)
+                for name, home in homes.items()
+                if name not in found and getattr(home.parameter, "requires_grad", True)
             )
-        return template
+
+    def _all_homes(self, metadata: Metadata, prefix: StatePath) -> dict[str, _Home]:
+        homes = {name: home for part in self._parts for name, home in self._homes(part)}
+        for name, home in homes.items():
+            saved = metadata.state_dict_metadata.get(f"{prefix[0]}.model.{name}")
+            if isinstance(saved, TensorStorageMetadata):
+                home.saved_dtype = saved.properties.dtype
+        return homes
 
     def _homes(self, part: _Part) -> Iterator[tuple[str, _Home]]:
         """Each parameter by name, and the state that it has already."""
@@ -422,9 +428,20 @@ def _device_of(parameter: Any) -> torch.device:
     return device if device.type != "meta" else torch.device("cpu")
 
 
-def _composite_target(label: str, stored: StoredShards, home: _Home, path: StatePath) -> Any:
+def _composites(
+    metadata: Metadata, prefix: StatePath, entries: Sequence[tuple[StatePath, _Entry]]
+) -> dict[StatePath, StoredShards]:
+    """The states that consist of tensors, by path."""
+    paths = [path[:-1] for path, _ in entries if path[-1] == KIND]
+    stored = stored_shards(metadata) if paths else {}
+    found = {path: stored.get(".".join(map(str, (*prefix, *path)))) for path in paths}
+    return {path: shards for path, shards in found.items() if shards is not None}
+
+
+def _composite_target(stored: StoredShards, home: _Home, path: StatePath) -> Any:
     """Where a state that consists of tensors goes: to the one that is there, or to new parts."""
-    existing = get_element(home.values, path)
+    label = ".".join(map(str, path[1:]))
+    existing = get_element(home.values, path[2:])
     if isinstance(existing, torch.Tensor):
         return existing
     if stored.has_sharded_parts and is_sharded(home.parameter):
