@@ -109,7 +109,9 @@ def unfolded(value: Any, path: StatePath = ()) -> Any:
     if isinstance(value, list | tuple):
         elements = [unfolded(each, (*path, i)) for i, each in enumerate(value)]
         same = all(a is b for a, b in zip(elements, value, strict=True))
-        return value if same else type(value)(elements)
+        if same or hasattr(value, "_fields"):
+            return value if same else type(value)(*elements)
+        return type(value)(elements)
     if hasattr(type(value), "__replace_value__"):
         return value.__replace_value__(unfolded(value.value, path))
     return value
@@ -333,16 +335,21 @@ class CompositeTargets:
         return wanted
 
     def takes(self, name: str, value: Any) -> bool:
-        """Whether a value that was loaded is about a composite tensor; checks it, if so."""
-        kind = self._kinds.get(name)
-        if kind is None:
+        """Whether a value that was loaded is about a composite tensor here."""
+        if name not in self._kinds:
             return False
-        stored = value[0][0]
-        if stored != kind:
-            raise ShapeMismatchError(
-                f"{name.removesuffix(f'.{KIND}')!r} was saved as a {stored}, but is a {kind} here"
-            )
+        self.check(name, value)
         return True
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise if what was stored, as its description says, is not what is here."""
+        stored, kind = value[0][0], self._kinds.get(name)
+        whose = name.removesuffix(f".{KIND}")
+        if kind is None:
+            # There is no tensor yet, and it will have to be made.
+            _find_class(whose, stored)
+        elif stored != kind:
+            raise ShapeMismatchError(f"{whose!r} was saved as a {stored}, but is a {kind} here")
 
     def finish(self) -> None:
         """Fill what could not be filled in place. To be called when all is read."""

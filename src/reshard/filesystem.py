@@ -409,11 +409,17 @@ class FileSystemReader(StorageReader):
         for row in np.flatnonzero(columns.is_value).tolist():
             name = columns.names[columns.storage_names[row]]
             if name in pickled:
-                row = self.storage_data.value_rows[name]
-                with contextlib.closing(ShardFiles(self.open_store(), m, self.verify)) as files:
-                    files.open(int(m.value_files[row]))
-                    data = files.read_value(name, row)
-                decode_value(data, name, allow_pickle=False)
+                decode_value(self.read_values([name])[name], name, allow_pickle=False)
+
+    def read_values(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Stored values, which are to be looked at before the load."""
+        manifest, rows = self.storage_data.manifest, self.storage_data.value_rows
+        found = {}
+        with contextlib.closing(ShardFiles(self.open_store(), manifest, self.verify)) as files:
+            for name in names:
+                files.open(int(manifest.value_files[rows[name]]))
+                found[name] = files.read_value(name, rows[name])
+        return found
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from reshard.api import CheckpointException, CoverageError, MissingKeyError, _noting
 from reshard.background.backlog import backlog, place_of
+from reshard.composites import KIND, stored_shards
 from reshard.coordination.channel import (
     DEFAULT_TIMEOUT_SECONDS,
     Channel,
@@ -30,6 +31,7 @@ from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlann
 from reshard.engine.collector import paused_collection
 from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader
+from reshard.format.values import decode_value
 from reshard.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -388,9 +390,27 @@ class _Load:
         with paused_collection():
             plan = planner.create_local_plan()
         self.plan = reader.prepare_local_plan(plan)
+        self._check_composites(seen)
         unexpected = self._compare_keys(seen)
         encoded = b"" if self._plans_alone() else encode_load_plan(self.plan)
         return msgspec.msgpack.encode((np.packbits(unexpected).tobytes(), encoded))
+
+    def _check_composites(self, metadata: Metadata) -> None:
+        """Look at what composite tensors are before anything is loaded into them."""
+        planner, reader = self.planner, self.reader
+        if not isinstance(planner, DefaultLoadPlanner) or not isinstance(reader, FileSystemReader):
+            return
+        wanted = [name for name in planner.state_dict if name.endswith(f".{KIND}")]
+        composites = stored_shards(metadata) if wanted else {}
+        entries = metadata.state_dict_metadata
+        stored_as = {
+            name: entries[name].alias_of or name
+            for name in wanted
+            if name.removesuffix(f".{KIND}") in composites and not planner.excludes(name)
+        }
+        for name, data in reader.read_values(list(stored_as.values())).items():
+            for its_name in (n for n, stored in stored_as.items() if stored == name):
+                planner.composites.check(its_name, decode_value(data, its_name))
 
     def _ask_stateful(self) -> dict[str, Any]:
         """The states to fill: of `Stateful` values theirs, of others the value itself."""

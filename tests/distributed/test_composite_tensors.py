@@ -245,10 +245,28 @@ class Renamed(Scaled):
 
 
 def test_the_same_parts_of_another_class_are_refused(tmp_path: Path) -> None:
-    reshard.save({"w": scaled(1.0)}, checkpoint_id=tmp_path)
-    target = Renamed(torch.zeros(2, 3), torch.zeros(()))
+    reshard.save({"w": scaled(1.0), "z": torch.ones(2)}, checkpoint_id=tmp_path)
+    target, plain = Renamed(torch.zeros(2, 3), torch.zeros(())), torch.zeros(2)
     with pytest.raises(reshard.CheckpointException, match=r"saved as a .*Scaled, but is a .*Re"):
-        reshard.load({"w": target}, checkpoint_id=tmp_path)
+        reshard.load({"w": target, "z": plain}, checkpoint_id=tmp_path)
+    assert not target.inner.any()
+    assert not plain.any()
+
+
+def test_a_class_that_the_program_does_not_have_is_found_first(tmp_path: Path) -> None:
+    model, other = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    optimizer = Snapshots(model.parameters())
+    optimizer.step()
+    try:
+        Blocks.__qualname__ = "Gone"
+        reshard.save({"train": TrainState(model, optimizer)}, checkpoint_id=tmp_path)
+    finally:
+        Blocks.__qualname__ = "Blocks"
+    before = other.weight.detach().clone()
+    state = TrainState(other, Snapshots(other.parameters()))
+    with pytest.raises(reshard.CheckpointException, match=r"is a .*Gone, a tensor subclass that"):
+        reshard.load({"train": state}, checkpoint_id=tmp_path)
+    assert torch.equal(other.weight, before)
 
 
 def test_what_is_left_out_or_missing_stays_as_it_is(tmp_path: Path) -> None:
