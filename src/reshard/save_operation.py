@@ -71,7 +71,7 @@ class SaveOperation:
 
     `prepare` is called where its failure reaches the other ranks. It may ask objects for
     their state, which may communicate in its turn; so what `check` finds is told to all
-    ranks before that.
+    ranks before that. It returns the place to save to, which must be the same for all.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SaveOperation:
         prepare: Callable[[], SaveJob],
         channel: Channel,
         use_collectives: bool,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], str] | None = None,
     ) -> None:
         self.prepare = prepare
         self.check = check
@@ -96,7 +96,7 @@ class SaveOperation:
     def run(self) -> Metadata:
         if self.check is not None:
             check = self.check
-            self.channel.gather_scatter("open", lambda: check() or b"", lambda messages: messages)
+            self.channel.gather_scatter("open", lambda: check().encode(), _agree_on_place)
         if not self.use_collectives:
             return self._run_alone()
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
@@ -275,6 +275,17 @@ class SaveOperation:
         if isinstance(self.writer, FileSystemWriter):
             self.writer.retire_older()
         return [b""] * len(messages)
+
+
+def _agree_on_place(messages: Sequence[bytes]) -> Sequence[bytes]:
+    places = [message.decode() for message in messages]
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            raise ValueError(
+                f"rank 0 saves to {places[0]!r}, but rank {rank} to {place!r}: pass the same "
+                "checkpoint_id on all ranks (decide on one rank if there is a time in it)"
+            )
+    return messages
 
 
 def _highest(messages: Sequence[bytes]) -> list[bytes]:

@@ -21,6 +21,7 @@ from reshard.coordination.channel import (
     telling_others,
 )
 from reshard.default_planner import DefaultSavePlanner
+from reshard.filesystem import FileSystemWriter
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
 from reshard.save_operation import SaveJob, SaveOperation, choose_writer
@@ -106,9 +107,12 @@ def _save(
     channel: Channel,
     use_collectives: bool,
 ) -> Metadata:
-    def check() -> None:
+    def check() -> str:
         backlog().raise_unseen()
-        backlog().settle(place_of(storage_writer))
+        place = place_of(storage_writer)
+        backlog().settle(place)
+        # Other storages may have a place for each rank.
+        return place or "" if isinstance(storage_writer, FileSystemWriter) else ""
 
     def prepare() -> SaveJob:
         return SaveJob(

@@ -508,3 +508,15 @@ def test_a_rank_that_fails_leaves_nobody_waiting_in_a_collective(
 
     assert here == ("CheckpointException", [1], True)
     assert (there[0], there[2]) == (raised_there, True)
+
+
+def save_to_different_places(folder: str) -> str:
+    with pytest.raises(reshard.CheckpointException) as raised:
+        reshard.save(values(1.0), checkpoint_id=f"{folder}/{dist.get_rank()}")
+    return str(raised.value)
+
+
+def test_ranks_that_save_to_different_places_are_told_at_once(tmp_path: Path) -> None:
+    for text in run_ranks(2, save_to_different_places, str(tmp_path), seconds=10):
+        assert f"rank 0 saves to '{tmp_path}/0', but rank 1 to '{tmp_path}/1'" in text
+    assert list(tmp_path.iterdir()) == []
