@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from reshard.api import CheckpointException, PlanError, StalePlanError
 from reshard.checkpoint_files import read_manifest
 from reshard.contents import StorageTable, to_metadata
-from reshard.coordination.channel import Channel
+from reshard.coordination.channel import Channel, agree
 from reshard.coordination.plan_wire import (
     decode_answer,
     decode_results,
@@ -71,7 +71,8 @@ class SaveOperation:
 
     `prepare` is called where its failure reaches the other ranks. It may ask objects for
     their state, which may communicate in its turn; so what `check` finds is told to all
-    ranks before that. It returns the place to save to, which must be the same for all.
+    ranks before that. It returns the place to save to, which must be the same for all, or
+    nothing.
     """
 
     def __init__(
@@ -95,8 +96,7 @@ class SaveOperation:
 
     def run(self) -> Metadata:
         if self.check is not None:
-            check = self.check
-            self.channel.gather_scatter("open", lambda: check().encode(), _agree_on_place)
+            self.channel.gather_scatter("open", self.announce, agree)
         if not self.use_collectives:
             return self._run_alone()
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
@@ -236,6 +236,12 @@ class SaveOperation:
         metadata.storage_meta = self.writer.storage_meta()
         return metadata
 
+    def announce(self) -> bytes:
+        """What this rank is about to do."""
+        place = self.check() if self.check is not None else ""
+        how = "" if self.use_collectives else " without collectives"
+        return f"save{how}{f' to {place!r}' if place else ''}".encode()
+
     def _run_alone(self) -> Metadata:
         """Save without a plan of all ranks. Only what the parts are numbered with is agreed on."""
         number = self.channel.gather_scatter("plan", self.propose_generation, _highest)
@@ -275,17 +281,6 @@ class SaveOperation:
         if isinstance(self.writer, FileSystemWriter):
             self.writer.retire_older()
         return [b""] * len(messages)
-
-
-def _agree_on_place(messages: Sequence[bytes]) -> Sequence[bytes]:
-    places = [message.decode() for message in messages]
-    for rank, place in enumerate(places):
-        if place != places[0]:
-            raise ValueError(
-                f"rank 0 saves to {places[0]!r}, but rank {rank} to {place!r}: pass the same "
-                "checkpoint_id on all ranks (decide on one rank if there is a time in it)"
-            )
-    return messages
 
 
 def _highest(messages: Sequence[bytes]) -> list[bytes]:

@@ -23,6 +23,7 @@ from reshard.composites import KIND, stored_shards
 from reshard.coordination.channel import (
     DEFAULT_TIMEOUT_SECONDS,
     Channel,
+    agree,
     open_channel,
     telling_others,
 )
@@ -344,7 +345,7 @@ class _Load:
     def run(self) -> LoadReport:
         # States are asked for, and given back, only when no rank can fail for another reason:
         # both may communicate, and would wait for the rank that failed.
-        self.channel.gather_scatter("open", self.open, lambda messages: messages)
+        self.channel.gather_scatter("open", self.open, agree)
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
         unexpected, plan = msgspec.msgpack.decode(reply)
         self.report.unexpected = self._name_unexpected(unexpected)
@@ -357,7 +358,7 @@ class _Load:
     def open(self) -> bytes:
         backlog().settle(place_of(self.reader))
         self.metadata = self._read_metadata()
-        return b""
+        return b"load"
 
     def _read_metadata(self) -> Metadata:
         """That of the checkpoint; or of this rank, from a storage that keeps it by rank."""

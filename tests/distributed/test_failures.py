@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -518,5 +519,26 @@ def save_to_different_places(folder: str) -> str:
 
 def test_ranks_that_save_to_different_places_are_told_at_once(tmp_path: Path) -> None:
     for text in run_ranks(2, save_to_different_places, str(tmp_path), seconds=10):
-        assert f"rank 0 saves to '{tmp_path}/0', but rank 1 to '{tmp_path}/1'" in text
+        assert f"is about to save to '{tmp_path}/0', but rank 1 to save to '{tmp_path}/1'" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def do_different_things(folder: str, other: str) -> str:
+    reshard.save(values(1.0), checkpoint_id=folder)
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: reshard.save(values(2.0), checkpoint_id=folder),
+        "load": lambda: reshard.load(values(2.0), checkpoint_id=folder),
+        "save without collectives": lambda: reshard.save(
+            values(2.0), checkpoint_id=folder, use_collectives=False
+        ),
+    }
+    with pytest.raises(reshard.CheckpointException) as raised:
+        calls["save" if dist.get_rank() == 0 else other]()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("other", ["load", "save without collectives"])
+def test_ranks_that_do_different_things_are_told_so(other: str, tmp_path: Path) -> None:
+    for text in run_ranks(2, do_different_things, str(tmp_path), other, seconds=20):
+        assert f"is about to save to '{tmp_path}', but rank 1 to {other}" in text
+    assert reshard.read_state_dict(tmp_path)["common"] == 1.0

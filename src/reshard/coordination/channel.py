@@ -34,6 +34,7 @@ __all__ = [
     "RemoteError",
     "SoloChannel",
     "StoreChannel",
+    "agree",
     "decode_error",
     "encode_error",
     "open_channel",
@@ -367,6 +368,18 @@ def _parts(message: bytes) -> list[bytes]:
         message[begin : begin + _PART_BYTES]
         for begin in range(0, max(1, len(message)), _PART_BYTES)
     ]
+
+
+def agree(messages: Sequence[bytes]) -> Sequence[bytes]:
+    """To decide that all ranks are about to do the same thing; messages are what that is."""
+    intents = [message.decode() for message in messages]
+    for rank, intent in enumerate(intents):
+        if intent != intents[0]:
+            raise ValueError(
+                f"rank 0 is about to {intents[0]}, but rank {rank} to {intent}: all ranks must do "
+                "the same, in the same order"
+            )
+    return messages
 
 
 @contextlib.contextmanager
