@@ -1,14 +1,11 @@
-"""Saves in the background that fail, and processes that end or die with saves in flight."""
+"""Saves in the background that fail."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import os
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -19,20 +16,24 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.api import CheckpointNotFoundError, WorkerLostError
+from reshard.api import WorkerLostError
 from reshard.background import saves
 from reshard.background.saves import worker_of_this_process
 from reshard.staging import BlockingAsyncStager, DefaultStager
 from reshard.state_dict_saver import AsyncCheckpointerType
-from support.background import FailingWriter, Gate, GatedWriter, LastWords, is_running, wait_until
+from support.background import (
+    PROCESS,
+    PROMPTLY,
+    SECONDS,
+    THREAD,
+    FailingWriter,
+    Gate,
+    GatedWriter,
+    LastWords,
+    both_kinds,
+    wait_until,
+)
 from support.ranks import DEAD, run_alone, run_ranks
-
-THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
-SECONDS = 50.0
-PROMPTLY = 30.0
-"""For what must not wait for any time limit."""
-
-both_kinds = pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
 
 
 def told(error: BaseException | None) -> tuple[str, dict[int, str]]:
@@ -293,12 +294,12 @@ def test_a_rank_that_died_is_named_within_seconds(
 
 
 def fail_once(folder: str) -> list[int]:
-    """Ten saves, of which the first fails, and rank 0 is late for the second."""
+    """Ten saves, of which the first fails, which rank 0 knows before it begins the second."""
     rank, futures = dist.get_rank(), []
     for number in range(10):
         dist.barrier()
         if rank == 0 and number == 1:
-            time.sleep(0.5)
+            concurrent.futures.wait(futures, SECONDS)
         place = f"{folder}/{number}"
         writer = FailingWriter(place, 1) if number == 0 else reshard.FileSystemWriter(place)
         # An earlier failure is raised here, at different times on the two ranks.
@@ -433,173 +434,6 @@ def close_beside_a_child(folder: str) -> float:
 
 def test_close_does_not_wait_for_processes_that_training_has_forked(tmp_path: Path) -> None:
     assert run_alone(close_beside_a_child, str(tmp_path)) < 9
-
-
-# The process ends
-
-
-def run_script(folder: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(_write_script(folder, text)), str(folder), *args],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def _write_script(folder: Path, text: str) -> Path:
-    script = folder / "train.py"
-    tests = str(Path(__file__).parents[1])
-    script.write_text(f"import sys\nsys.path.append({tests!r})\n{text}")
-    return script
-
-
-UNGUARDED = """
-import reshard, torch
-from support.background import FailingWriter
-
-folder, kind = sys.argv[1:]
-options = {"async_checkpointer_type": reshard.state_dict_saver.AsyncCheckpointerType(kind)}
-with open(f"{folder}/runs", "a") as file:
-    file.write("once\\n")
-weight = torch.ones(3)
-reshard.prewarm({"weight": weight}, **options)
-reshard.async_save({"weight": weight}, checkpoint_id=f"{folder}/good", **options)
-reshard.async_save({"a": 1}, storage_writer=FailingWriter(f"{folder}/bad", 0), **options)
-weight.zero_()
-"""
-
-
-@both_kinds
-def test_a_script_that_ends_has_its_saves_done_and_is_told_of_failures(
-    kind: AsyncCheckpointerType, tmp_path: Path
-) -> None:
-    outcome = run_script(tmp_path, UNGUARDED, kind.value)
-
-    assert outcome.returncode == 0
-    assert reshard.read_state_dict(tmp_path / "good")["weight"].tolist() == [1.0] * 3
-    assert re.search(rf"save to '{tmp_path}/bad' failed", outcome.stderr)
-    assert "rank 0 has no space left" in outcome.stderr
-    assert "good" not in outcome.stderr
-    assert outcome.stdout == ""
-    assert (tmp_path / "runs").read_text() == "once\n", "the worker ran the script again"
-
-
-OWN_PLANNER = """
-import reshard, torch
-from reshard.state_dict_saver import AsyncCheckpointerType
-
-class Refusal(Exception):
-    pass
-
-class Planner(reshard.DefaultSavePlanner):
-    def resolve_data(self, write_item):
-        if write_item.index.fqn == "bad":
-            raise Refusal("not this one")
-        return super().resolve_data(write_item) * 2
-
-if __name__ == "__main__":
-    options = {"planner": Planner(), "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
-    good = reshard.async_save({"w": torch.ones(2)}, checkpoint_id=sys.argv[1], **options)
-    good.result()
-    bad = reshard.async_save({"bad": torch.ones(2)}, checkpoint_id=sys.argv[1], **options)
-    reason, _ = bad.exception().failures[0]
-    assert type(reason) is Refusal, repr(reason)
-"""
-
-
-def test_a_worker_knows_the_planners_and_errors_of_the_script_itself(tmp_path: Path) -> None:
-    outcome = run_script(tmp_path, OWN_PLANNER)
-
-    assert outcome.returncode == 0, outcome.stderr
-    assert reshard.read_tensor(tmp_path, "w").tolist() == [2.0, 2.0]
-
-
-ENDS_AT_ONCE = """
-import reshard, torch
-from reshard.state_dict_saver import AsyncCheckpointerType
-
-class Planner(reshard.DefaultSavePlanner):
-    pass
-
-if __name__ == "__main__":
-    options = {"planner": Planner(), "async_checkpointer_type": AsyncCheckpointerType.PROCESS}
-    reshard.async_save({"w": torch.ones(2)}, checkpoint_id=sys.argv[1], **options)
-"""
-
-
-def test_a_worker_that_starts_when_the_script_has_ended_knows_the_script_too(
-    tmp_path: Path,
-) -> None:
-    outcome = run_script(tmp_path, ENDS_AT_ONCE)
-
-    assert outcome.stderr == ""
-    assert reshard.read_tensor(tmp_path, "w").tolist() == [1.0, 1.0]
-
-
-SLOW_CALLBACK = """
-import reshard, threading, time
-
-begun = threading.Event()
-
-def note(future):
-    begun.set()
-    time.sleep(1)
-    open(sys.argv[1] + "/noted", "w").close()
-
-reshard.async_save({"a": 1}, checkpoint_id=sys.argv[1]).add_done_callback(note)
-begun.wait()
-"""
-
-
-def test_a_script_that_ends_lets_a_callback_finish(tmp_path: Path) -> None:
-    outcome = run_script(tmp_path, SLOW_CALLBACK)
-
-    assert outcome.returncode == 0, outcome.stderr
-    assert (tmp_path / "noted").exists()
-
-
-DIES = """
-import reshard, torch
-from reshard.background.saves import worker_of_this_process
-from reshard.state_dict_saver import AsyncCheckpointerType
-from support.background import Gate, GatedWriter
-
-folder = sys.argv[1]
-reshard.prewarm({}, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-print(worker_of_this_process().start().pid, flush=True)
-future = reshard.async_save(
-    {"weight": torch.ones(1000)},
-    storage_writer=GatedWriter(f"{folder}/place", Gate(folder)),
-    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-)
-future.result()
-"""
-
-
-def test_a_worker_does_not_outlive_a_trainer_that_was_killed(tmp_path: Path) -> None:
-    in_memory = set(os.listdir("/dev/shm"))
-    gate = Gate(tmp_path)
-    with subprocess.Popen(
-        [sys.executable, str(_write_script(tmp_path, DIES)), str(tmp_path)],
-        stdout=subprocess.PIPE,
-    ) as trainer:
-        assert trainer.stdout is not None
-        worker = int(trainer.stdout.readline())
-        wait_until(lambda: gate.is_reached_by(worker))
-        trainer.kill()
-    assert is_running(worker)
-    gate.open()
-
-    wait_until(lambda: not is_running(worker), PROMPTLY)
-    wait_until(lambda: set(os.listdir("/dev/shm")) <= in_memory, PROMPTLY)
-    # All of it is there, or nothing.
-    try:
-        found = reshard.read_state_dict(tmp_path / "place")
-    except CheckpointNotFoundError:
-        return
-    assert torch.equal(found["weight"], torch.ones(1000))
 
 
 def die_with_last_words(folder: str) -> tuple[str, str]:

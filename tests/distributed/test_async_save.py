@@ -26,20 +26,20 @@ from reshard.staging import (
     staging_pool,
 )
 from reshard.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from support.background import Gate, GatedWriter
+from support.background import (
+    PROCESS,
+    SECONDS,
+    THREAD,
+    Gate,
+    GatedWriter,
+    both_kinds,
+    thread_of_two_process_of_one,
+)
 from support.mappings import View
 from support.ranks import run_alone, run_ranks
 from support.samples import same_bits
 
-THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 WHOLE = torch.arange(22.0).view(11, 2)
-SECONDS = 50.0
-
-both_kinds = pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
-# A worker takes seconds to start, so a process saves for one rank where one will do.
-thread_of_two_process_of_one = pytest.mark.parametrize(
-    ("kind", "ranks"), [(THREAD, 2), (PROCESS, 1)], ids=["thread", "process"]
-)
 
 
 def sharded(full: torch.Tensor, placement: Any) -> DTensor:

@@ -19,19 +19,21 @@ from reshard.api import BusyError
 from reshard.background.saves import worker_of_this_process
 from reshard.staging import DefaultStager, StagingOptions, staging_pool
 from reshard.state_dict_saver import AsyncCheckpointerType
-from support.background import Gate, GatedWriter, ScalingPlanner, is_running, wait_until
+from support.background import (
+    PROCESS,
+    SECONDS,
+    Gate,
+    GatedWriter,
+    ScalingPlanner,
+    both_kinds,
+    is_running,
+    thread_of_two_process_of_one,
+    wait_until,
+)
 from support.ranks import run_alone, run_ranks
 from support.samples import same_bits
 
-THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 WHOLE = torch.arange(22.0).view(11, 2)
-SECONDS = 50.0
-
-both_kinds = pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
-# A worker takes seconds to start, so a process saves for one rank where one will do.
-thread_of_two_process_of_one = pytest.mark.parametrize(
-    ("kind", "ranks"), [(THREAD, 2), (PROCESS, 1)], ids=["thread", "process"]
-)
 
 
 def sharded(full: torch.Tensor) -> DTensor:

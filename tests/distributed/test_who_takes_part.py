@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import reshard
 from reshard.api import CheckpointNotFoundError
 from reshard.default_planner import PlanCache
+from support.background import wait_until
 from support.ranks import run_ranks
 from support.samples import SHAPES, SPREADS, same_bits, sample
 
@@ -284,8 +284,14 @@ def test_a_failure_without_collectives_is_told_to_every_rank(tmp_path: Path) -> 
 
 
 class Late(reshard.DefaultSavePlanner):
+    """Goes on when a file is there."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
     def finish_plan(self, new_plan: reshard.SavePlan) -> reshard.SavePlan:
-        time.sleep(0.5)
+        wait_until(lambda: os.path.exists(self.file))
         return super().finish_plan(new_plan)
 
 
@@ -308,7 +314,7 @@ def fail_and_try_again(folder: str) -> list[str]:
     dist.barrier()
     left = sorted(os.listdir(folder))
     dist.barrier()
-    save(3.0, Late() if rank == 0 else None)
+    save(3.0, Late(f"{folder}/.metadata.1-of-2.1") if rank == 0 else None)
     return left
 
 

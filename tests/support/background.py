@@ -9,9 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import reshard
+from reshard.state_dict_saver import AsyncCheckpointerType
 
 PATIENCE_SECONDS = 50.0
+
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+SECONDS = 50.0
+"""For what takes as long as it takes."""
+PROMPTLY = 30.0
+"""For what must not wait for any time limit."""
+
+both_kinds = pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
+# A worker takes seconds to start, so a process saves for one rank where one will do.
+thread_of_two_process_of_one = pytest.mark.parametrize(
+    ("kind", "ranks"), [(THREAD, 2), (PROCESS, 1)], ids=["thread", "process"]
+)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:

@@ -20,25 +20,28 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _call(closure: Callable[[], Any] | None) -> None:
-    if closure is not None:
-        with torch.enable_grad():
-            closure()
-
-
-class Factored(torch.optim.Optimizer):
-    """Like Adafactor: of a matrix it keeps the means of squares of each row and column."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
-        super().__init__(parameters, {"lr": lr, "decay": 0.8})
+class _ByParameter(torch.optim.Optimizer):
+    """Takes its step for one parameter after the other."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        _call(closure)
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step(parameter, self.state[parameter], group)
+
+    def _step(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Factored(_ByParameter):
+    """Like Adafactor: of a matrix it keeps the means of squares of each row and column."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, {"lr": lr, "decay": 0.8})
 
     def _step(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         squares = parameter.grad.square() + 1e-8
@@ -61,7 +64,7 @@ class Factored(torch.optim.Optimizer):
         return state[name]
 
 
-class Coded(torch.optim.Optimizer):
+class Coded(_ByParameter):
     """Like optimizers in 8 bits: momentum as small integers, with what they are to be times."""
 
     def __init__(self, parameters: Any, lr: float = 1e-2, wrapped: bool = False) -> None:
@@ -69,15 +72,9 @@ class Coded(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
         self.wrapped = wrapped
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        _call(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    momentum = parameter.grad + 0.9 * self._decoded(self.state[parameter])
-                    self.state[parameter] = {"momentum": self._coded(momentum)}
-                    parameter.sub_(group["lr"] * self._decoded(self.state[parameter]))
+    def _step(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["momentum"] = self._coded(parameter.grad + 0.9 * self._decoded(state))
+        parameter.sub_(group["lr"] * self._decoded(state))
 
     def _decoded(self, state: dict[str, Any]) -> Any:
         if not state:
@@ -94,21 +91,13 @@ class Coded(torch.optim.Optimizer):
         return Scaled(codes, scale, "code") if self.wrapped else {"codes": codes, "scale": scale}
 
 
-class Blockwise(torch.optim.Optimizer):
+class Blockwise(_ByParameter):
     """Momentum in 8 bits, a shard of each sharded parameter at a time."""
 
     def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
         super().__init__(parameters, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        _call(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, self.state[parameter], group["lr"])
-
-    def _step(self, parameter: Any, state: dict[str, Any], lr: float) -> None:
+    def _step(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         own, gradient = (
             t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad)
         )
@@ -116,7 +105,7 @@ class Blockwise(torch.optim.Optimizer):
             state["momentum"] = like(parameter, Blocks.of(torch.zeros_like(own)))
         local = _local(state["momentum"])
         local.copy_(Blocks.of(gradient + 0.9 * local.values()))
-        own.sub_(lr * local.values())
+        own.sub_(group["lr"] * local.values())
 
 
 def _local(tensor: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,16 +16,6 @@ from reshard.api import UnsupportedLayoutError
 from reshard.staging import StagingPool
 from support.fake_ranks import as_rank
 from support.subclasses import Opaque, Tagged
-
-
-@pytest.fixture
-def pool() -> Iterator[StagingPool]:
-    pool = StagingPool()
-    yield pool
-    for buffer in [*pool._busy]:
-        pool.release(buffer)
-    pool.close()
-
 
 # Containers
 

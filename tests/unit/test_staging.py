@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,15 +30,6 @@ from reshard.staging import (
 
 SMALL = {"w": torch.arange(4.0)}
 LARGE = {"w": torch.arange(1 << 20, dtype=torch.float32)}
-
-
-@pytest.fixture
-def pool() -> Iterator[StagingPool]:
-    pool = StagingPool()
-    yield pool
-    for buffer in [*pool._busy]:
-        pool.release(buffer)
-    pool.close()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from reshard.tensors.layout import elements_spanned
 from reshard.tensors.shards import HeldShards, held_shards, is_dense, is_sharded
 
 __all__ = ["pack", "unpack"]
@@ -110,8 +111,8 @@ class _Unpickler(pickle.Unpickler):
         if 0 in shape:
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
         else:
-            last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-            memory = self._memory[begin : begin + (last + 1) * dtype.itemsize]
+            nbytes = elements_spanned(shape, stride) * dtype.itemsize
+            memory = self._memory[begin : begin + nbytes]
             # A storage of its own, as subclasses may insist on.
             tensor = torch.from_numpy(memory.numpy()).view(dtype).as_strided(shape, stride)
         tensor = tensor.conj() if is_conj else tensor

@@ -22,6 +22,7 @@ from reshard.engine.memory import Staging, byte_view, is_direct
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Hasher, checksum
 from reshard.stores.protocol import Reader
+from reshard.tensors.layout import elements_spanned
 
 __all__ = ["Request", "Verify", "read_bytes", "read_regions"]
 
@@ -110,22 +111,17 @@ def _split_by_sharing(requests: Sequence[Request]) -> tuple[Sequence[Request], l
     for request in requests:
         target = request.target
         if request.nbytes and target.device.type == "cpu":
-            extent = target.nbytes
-            if not target.is_contiguous():
-                last_at = sum(
-                    (n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)
-                )
-                extent = (last_at + 1) * target.itemsize
             begin = target.data_ptr()
-            low, high = spans.get(request.into, (begin, begin))
-            spans[request.into] = (min(low, begin), max(high, begin + extent))
+            end = begin + elements_spanned(target.shape, target.stride()) * target.itemsize
+            low, high = spans.get(request.into, (begin, end))
+            spans[request.into] = (min(low, begin), max(high, end))
     sharing: set[str] = set()
-    last, end = "", 0
+    furthest, reach = "", 0
     for name, (low, high) in sorted(spans.items(), key=lambda span: span[1]):
-        if low < end:
-            sharing |= {last, name}
-        if high > end:
-            last, end = name, high
+        if low < reach:
+            sharing |= {furthest, name}
+        if high > reach:
+            furthest, reach = name, high
     if not sharing:
         return requests, []
     apart = [request for request in requests if request.into not in sharing]

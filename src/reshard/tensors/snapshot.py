@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from reshard.api import UnsupportedLayoutError
+from reshard.tensors.layout import elements_spanned
 from reshard.tensors.shards import is_dense
 from reshard.tensors.wrappers import joined, parts_of
 
@@ -355,10 +356,7 @@ def _spell(path: Path) -> str:
 
 def _extent(tensor: torch.Tensor) -> int:
     """How many bytes lie between the first and the last element, that included."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return tensor.nbytes
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
+    return elements_spanned(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
