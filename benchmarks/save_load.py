@@ -138,6 +138,10 @@ def reshard_load_unverified(state: dict[str, Any], path: Path) -> None:
     reshard.load(state, checkpoint_id=path, verify="off")
 
 
+def reshard_load_verified(state: dict[str, Any], path: Path) -> None:
+    reshard.load(state, checkpoint_id=path, verify="full")
+
+
 SAVERS = {
     "raw": raw_save,
     "safetensors": safetensors_save,
@@ -187,6 +191,8 @@ def reshard_to(placement: Placement, title: str) -> Callable[[Any, Path, int], d
     def job(mesh: Any, box: Path, size: int) -> dict[str, Any]:
         state = make_state(mesh, [placement], size)
         loaders = {name: LOADERS[name] for name in ("DCP", "Reshard")}
+        # By default, chunks that are read in part are not verified.
+        loaders["Reshard, verify full"] = reshard_load_verified
         return {title: take_turns(loaders, state, box, 6, fresh=False)}
 
     return job

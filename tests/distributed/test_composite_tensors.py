@@ -302,3 +302,13 @@ def test_a_class_that_cannot_be_cut_is_refused_before_anything_changes(tmp_path:
     reshard.save({"w": scaled(1.0), "plain": torch.ones(2)}, checkpoint_id=tmp_path)
     for reason in run_ranks(2, load_what_cannot_be_copied, tmp_path):
         assert "'w' was saved in another layout, and a Scaled cannot be cut for this one" in reason
+
+
+def test_state_of_an_optimizer_may_have_keys_that_look_like_regions(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, fresh = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    kept = {"__tensor__": torch.ones(1), "0:4": {"x": torch.zeros(2)}, "all": 3}
+    optimizer.state[model.bias]["kept"] = kept
+    reshard.save({"train": TrainState(model, optimizer)}, checkpoint_id=tmp_path)
+    reshard.load({"train": TrainState(other, fresh)}, checkpoint_id=tmp_path)
+    assert differences(fresh.state[other.bias]["kept"], kept) == []

@@ -22,7 +22,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from reshard.tensors.materialise import default_device
 from reshard.tensors.shards import Box, local_shards
 
-__all__ = ["chunk_sharded", "empty_like_parameter", "nested_offset", "own_region", "with_local"]
+__all__ = [
+    "chunk_sharded",
+    "device_of",
+    "empty_like_parameter",
+    "nested_offset",
+    "own_region",
+    "with_local",
+]
 
 
 def empty_like_parameter(
@@ -40,16 +47,15 @@ def empty_like_parameter(
         inner = _nested(parameter)
         if math.prod(size) != 1 and size == parameter.size():
             return _like_sharded(parameter if inner is None else inner, dtype)
-        return torch.empty(size, dtype=dtype, device=_device_of(parameter))
+        return torch.empty(size, dtype=dtype, device=device_of(parameter))
     if isinstance(parameter, torch.Tensor):
-        device = default_device() if parameter.is_meta else parameter.device
-        return torch.empty(size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device_of(parameter))
     return None
 
 
 def _like_dtensor(parameter: DTensor, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     local = parameter._local_tensor
-    device = default_device() if local.is_meta else local.device
+    device = device_of(local)
     if not size and parameter.dim():
         return torch.empty(size, dtype=dtype, device=device)
     same = size == parameter.size()
@@ -100,18 +106,21 @@ def nested_offset(tensor: Any) -> tuple[int, ...] | None:
     return tuple(tensor.local_shards()[0].metadata.shard_offsets)
 
 
-def _device_of(tensor: ShardedTensor) -> torch.device:
-    for shard in tensor.local_shards():
-        local = shard.tensor
-        return _device_of(local) if isinstance(local, ShardedTensor) else local.device
-    return default_device()
+def device_of(tensor: Any) -> torch.device:
+    """Where a tensor is, or will be when it has memory."""
+    if isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            return device_of(shard.tensor)
+        return default_device()
+    device: torch.device = tensor.device
+    return default_device() if device.type == "meta" else device
 
 
 def _like_sharded(parameter: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
     metadata = copy.deepcopy(parameter.metadata())
     metadata.tensor_properties.dtype = dtype
     metadata.tensor_properties.requires_grad = False
-    device = _device_of(parameter)
+    device = device_of(parameter)
     shards = [
         Shard(torch.empty(shard.tensor.shape, dtype=dtype, device=device), shard.metadata)
         for shard in parameter.local_shards()

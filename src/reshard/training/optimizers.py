@@ -23,7 +23,7 @@ from reshard.composites import KIND, StoredShards, assemble, region_name, stored
 from reshard.format.values import encode_value
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.flatten import StatePath, flatten_state_dict, get_element, set_element
-from reshard.tensors.likeness import empty_like_parameter, own_region, with_local
+from reshard.tensors.likeness import device_of, empty_like_parameter, own_region, with_local
 from reshard.tensors.modules import (
     fsdp1_optimizer_state,
     is_fsdp1,
@@ -115,6 +115,7 @@ class OptimizerStates:
         self._parts = [self._part(optimizer) for optimizer in optimizers]
         self._check_apart()
         self._new_names: dict[str, str] = {}
+        self._in_parts: set[str] = set()
         self.report = OptimizerReport()
 
     def _check_apart(self) -> None:
@@ -185,6 +186,7 @@ class OptimizerStates:
         entries = list(_entries_below(metadata, prefix))
         self._new_names = _new_names(metadata, prefix, entries)
         composites = _composites(metadata, prefix, entries)
+        self._in_parts = set()
         for path, entry in entries:
             if composites and any(path[:depth] in composites for depth in range(3, len(path))):
                 continue
@@ -200,6 +202,8 @@ class OptimizerStates:
             if self._is_wanted(path, homes):
                 target = _composite_target(shards, homes[str(path[1])], path)
                 set_element(template, path, target)
+                if isinstance(target, dict):
+                    self._in_parts.add(".".join(map(str, path[1:])))
         self._report_missing(template, homes, common)
         return template
 
@@ -260,7 +264,9 @@ class OptimizerStates:
         homes = {n: p for part in self._parts for p, n in part.names.items()}
         state = {
             name: {
-                key: _assembled(f"{name}.{key}", value, homes.get(name))
+                key: _assembled(label, value, homes.get(name))
+                if (label := f"{name}.{key}") in self._in_parts
+                else value
                 for key, value in values.items()
             }
             for name, values in state.items()
@@ -423,11 +429,6 @@ def _fitting(existing: Any, entry: _Entry, make: Callable[[TensorStorageMetadata
     return existing if fits else make(entry)
 
 
-def _device_of(parameter: Any) -> torch.device:
-    device: torch.device = parameter.device
-    return device if device.type != "meta" else torch.device("cpu")
-
-
 def _composites(
     metadata: Metadata, prefix: StatePath, entries: Sequence[tuple[StatePath, _Entry]]
 ) -> dict[StatePath, StoredShards]:
@@ -455,16 +456,14 @@ def _composite_target(stored: StoredShards, home: _Home, path: StatePath) -> Any
             for box, parts in stored.shards.items()
         } | {KIND: None}
     needed = stored.needed_for(label, own_region(home.parameter, stored.shape))
-    device = _device_of(home.parameter)
+    device = device_of(home.parameter)
     return {region_name(box): stored.empty_parts(label, box, device) for box in needed} | {
         KIND: None
     }
 
 
 def _assembled(label: str, value: Any, parameter: Any) -> Any:
-    """A state; from its parts, if that is what was loaded."""
-    if not isinstance(value, dict) or KIND not in value:
-        return value
+    """A state from its parts."""
     shape = value[KIND][0][1]
     parts = [part for shard in value.values() if isinstance(shard, dict) for part in shard.values()]
     if any(map(is_sharded, parts)):
@@ -479,7 +478,7 @@ def _target(entry: _Entry, home: _Home, path: StatePath) -> Any:
     def make(entry: TensorStorageMetadata) -> Any:
         if not entry.size and path[-1] in _COUNTERS:
             made = _placeholder(entry)
-            return made.to(_device_of(home.parameter)) if home.steps_on_device else made
+            return made.to(device_of(home.parameter)) if home.steps_on_device else made
         dtype = entry.properties.dtype
         if dtype is home.saved_dtype and entry.size == home.parameter.size():
             # It was of the precision of the parameter, whatever that is now.
