@@ -257,6 +257,56 @@ def test_verification_finds_what_it_promises(
             assert torch.equal(requests[1].target, neighbour)
 
 
+@settings(max_examples=200, deadline=None)
+@given(shapes.filter(math.prod), st.data())
+def test_full_verification_finds_any_changed_byte_whatever_part_is_wanted(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    chunk = numbered(shape, torch.float32)
+    content = bytearray(bytes_of(chunk))
+    region = data.draw(boxes_within(shape).filter(lambda box: chunk[box.slices].numel() > 0))
+    target = data.draw(targets(tuple(chunk[region.slices].shape), chunk.dtype))
+    numbers = {name: data.draw(st.integers(1, 200), label=name) for name in CONSTANTS}
+    content[data.draw(st.integers(0, len(content) - 1), label="changed")] ^= 1
+    request = make_request(chunk, region.low, target)
+    reader = CountingReader(bytes(content), resident=data.draw(st.booleans()))
+    with limits(**numbers), pytest.raises(CorruptCheckpointError):
+        read_regions({"file": reader}, [request], Verify.FULL, 1, "here")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths"),
+    [
+        ((0, 0), (40, 7)),
+        ((0, 3), (40, 2)),
+        ((5, 3), (20, 4)),
+        ((10, 0), (30, 10)),
+        ((39, 9), (1, 1)),
+    ],
+    ids=str,
+)
+def test_full_verification_reads_a_chunk_once(
+    offsets: tuple[int, int], lengths: tuple[int, int]
+) -> None:
+    chunk = numbered((40, 10), torch.float32)
+    reader = CountingReader(bytes_of(chunk), resident=True)
+    request = make_request(chunk, offsets, torch.zeros(lengths))
+    read_regions({"file": reader}, [request], Verify.FULL, 1, "here")
+    assert sum(count for _, count in reader.calls) == chunk.nbytes
+    low, high = offsets, [a + b for a, b in zip(offsets, lengths, strict=True)]
+    assert torch.equal(request.target, chunk[low[0] : high[0], low[1] : high[1]])
+
+
+def test_a_chunk_that_is_wanted_in_many_parts_is_verified_once() -> None:
+    chunk = numbered((40, 10), torch.float32)
+    reader = CountingReader(bytes_of(chunk))
+    requests = [make_request(chunk, (row, 0), torch.zeros(1, 10)) for row in range(40)]
+    with limits(_SMALL_BYTES=0):
+        read_regions({"file": reader}, requests, Verify.FULL, 1, "here")
+    # All of it with the first part, and the other parts by themselves.
+    assert sum(count for _, count in reader.calls) == chunk.nbytes + 39 * 40
+
+
 @pytest.mark.parametrize("form", ["dense", "strided", "cast"])
 def test_a_sound_chunk_passes_in_pieces_of_any_size(form: str) -> None:
     chunk = numbered((6, 5), torch.float32)

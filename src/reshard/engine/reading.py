@@ -2,8 +2,8 @@
 
 A region is read straight into the memory of its tensor where both are contiguous.
 Otherwise whole rows go through a small buffer, since a gap that is skipped costs more
-than a gap that is read, unless it is large. Chunks that are read whole are verified on
-the way.
+than a gap that is read, unless it is large. Chunks are verified on the way: those that are
+read whole, or all of them if so asked; then what was not wanted of them is read as well.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _PIECE_BYTES = 8 << 20
 _HASHED_PIECE_BYTES = 512 << 10
 """Small enough to be hashed while it is still in the cache of the core that read it."""
 _STAGING_BYTES = 4 << 20
+_HASHED_ROWS_BYTES = 1 << 20
 _VIEW_BYTES = 32 << 20
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 8 << 20
@@ -211,6 +212,7 @@ class _Job:
         self._verify = verify
         self._where = where
         self._local = threading.local()
+        self._verified: set[tuple[str, int]] = set()
 
     def read(self, batch: Sequence[Request]) -> None:
         if len(batch) == 1:
@@ -237,29 +239,48 @@ class _Job:
             if request.whole and self._verify is not Verify.OFF:
                 digest = checksum(byte_view(request.target))
                 _compare(digest, request.checksum, request.name, self._in(request))
-            elif self._verify is Verify.FULL:
-                self._verify_apart(request)
+            elif self._is_to_be_verified(request):
+                self._read_verified(request)
 
     def _read_one(self, request: Request) -> None:
-        reader = self._readers[request.file]
-        hasher: Any = None
-        if request.whole and self._verify is not Verify.OFF:
-            hasher = Hasher()
-        elif self._verify is Verify.FULL:
-            self._verify_apart(request)
-        _Filler(reader, request, hasher, self._staging()).fill()
-        if hasher is not None:
-            _compare(hasher.intdigest(), request.checksum, request.name, self._in(request))
+        if self._is_to_be_verified(request):
+            self._read_verified(request)
+        else:
+            self._filler(request).fill(None)
 
-    def _verify_apart(self, request: Request) -> None:
-        """Read a chunk of which only a part is wanted, for its checksum alone."""
+    def _filler(self, request: Request) -> _Filler:
+        return _Filler(self._readers[request.file], request, self._staging())
+
+    def _is_to_be_verified(self, request: Request) -> bool:
+        if request.whole or self._verify is Verify.OFF:
+            return self._verify is not Verify.OFF
+        # Several parts of one chunk may be wanted, one by one.
+        return self._verify is Verify.FULL and (request.file, request.begin) not in self._verified
+
+    def _read_verified(self, request: Request) -> None:
+        """Fill the target, and hash all of the chunk: what lies before and after it, too."""
         hasher = Hasher()
-        nbytes = math.prod(request.chunk_shape) * request.dtype.itemsize
-        for begin in range(0, nbytes, _STAGING_BYTES):
-            piece = byte_view(self._staging().take(min(_STAGING_BYTES, nbytes - begin)))
-            self._readers[request.file].read_into(request.begin + begin, [piece])
-            hasher.update(piece)
+        filler = self._filler(request)
+        span = filler.span()
+        if span is None:
+            filler.fill(None)
+            end = 0
+        else:
+            begin, end = span
+            self._hash(request, 0, begin, hasher)
+            filler.fill(hasher)
+        chunk_bytes = math.prod(request.chunk_shape) * request.dtype.itemsize
+        self._hash(request, end, chunk_bytes, hasher)
         _compare(hasher.intdigest(), request.checksum, request.name, self._in(request))
+        self._verified.add((request.file, request.begin))
+
+    def _hash(self, request: Request, begin: int, end: int, hasher: Any) -> None:
+        """Read bytes of a chunk for its checksum alone."""
+        for position in range(begin, end, _HASHED_PIECE_BYTES):
+            nbytes = min(_HASHED_PIECE_BYTES, end - position)
+            piece = byte_view(self._staging().take(nbytes))
+            self._readers[request.file].read_into(request.begin + position, [piece])
+            hasher.update(piece)
 
     def _in(self, request: Request) -> str:
         return f"{request.file!r} of {self._where}"
@@ -272,19 +293,35 @@ class _Job:
 
 
 class _Filler:
-    """Fills the target of one request, cutting the region until a piece can be read."""
+    """Fills the target of one request, cutting the region until a piece can be read.
 
-    def __init__(self, reader: Reader, request: Request, hasher: Any, staging: Staging) -> None:
+    A hasher that it is given along is fed with the bytes of `span`, as they lie in the file.
+    """
+
+    def __init__(self, reader: Reader, request: Request, staging: Staging) -> None:
         self._reader = reader
         self._request = request
         self._shape = tuple(request.chunk_shape)
         self._itemsize = request.dtype.itemsize
-        self._hasher = hasher
+        self._hasher: Any = None
         self._staging = staging
 
-    def fill(self) -> None:
+    def fill(self, hasher: Any) -> None:
+        self._hasher = hasher
         target = self._request.target.detach()
         self._fill(tuple(self._request.offsets), tuple(self._request.lengths), target)
+
+    def span(self) -> tuple[int, int] | None:
+        """From where to where the chunk is read, if that is done without leaving anything out."""
+        offsets, lengths = tuple(self._request.offsets), tuple(self._request.lengths)
+        if _is_one_run(self._shape, lengths):
+            begin = _ravel(self._shape, offsets) * self._itemsize
+            return begin, begin + self._request.nbytes
+        dim, row_bytes = self._rows(lengths)
+        if not self._reads_rows(row_bytes, dim, lengths):
+            return None
+        begin = self._first_row(dim, offsets)
+        return begin, begin + lengths[dim] * row_bytes
 
     def _fill(
         self, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor
@@ -292,13 +329,25 @@ class _Filler:
         if _is_one_run(self._shape, lengths):
             self._fill_run(offsets, lengths, target)
             return
-        dim = next(dim for dim, length in enumerate(lengths) if length > 1)
-        row_bytes = math.prod(self._shape[dim + 1 :]) * self._itemsize
-        wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
-        if row_bytes > _STAGING_BYTES or row_bytes - wanted_bytes > _WIDEST_GAP_BYTES:
-            self._split(dim, 1, offsets, lengths, target)
-        else:
+        dim, row_bytes = self._rows(lengths)
+        if self._reads_rows(row_bytes, dim, lengths):
             self._fill_rows(dim, row_bytes, offsets, lengths, target)
+        else:
+            self._split(dim, 1, offsets, lengths, target)
+
+    def _rows(self, lengths: tuple[int, ...]) -> tuple[int, int]:
+        """The dimension along which a region is a number of rows, and how long they are stored."""
+        dim = next(dim for dim, length in enumerate(lengths) if length > 1)
+        return dim, math.prod(self._shape[dim + 1 :]) * self._itemsize
+
+    def _reads_rows(self, row_bytes: int, dim: int, lengths: tuple[int, ...]) -> bool:
+        """Whether reading rows whole is cheaper than leaving out what is not wanted."""
+        wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
+        return row_bytes <= _STAGING_BYTES and row_bytes - wanted_bytes <= _WIDEST_GAP_BYTES
+
+    def _first_row(self, dim: int, offsets: tuple[int, ...]) -> int:
+        first = (*offsets[: dim + 1], *(0,) * (len(self._shape) - dim - 1))
+        return _ravel(self._shape, first) * self._itemsize
 
     def _split(
         self,
@@ -347,8 +396,8 @@ class _Filler:
     ) -> None:
         """Rows of which a part is wanted: read whole, as many as fit the buffer."""
         row_shape = self._shape[dim + 1 :]
-        first = (*offsets[: dim + 1], *(0,) * len(row_shape))
-        begin = self._request.begin + _ravel(self._shape, first) * self._itemsize
+        begin = self._request.begin + self._first_row(dim, offsets)
+        most_bytes = _STAGING_BYTES if self._hasher is None else _HASHED_ROWS_BYTES
         leading = (1,) * dim
         row = 0
         while row < lengths[dim]:
@@ -356,7 +405,7 @@ class _Filler:
             count = min(max(1, _VIEW_BYTES // row_bytes), lengths[dim] - row)
             rows = self._view(at, count * row_bytes)
             if rows is None:
-                count = min(max(1, _STAGING_BYTES // row_bytes), count)
+                count = min(max(1, most_bytes // row_bytes), count)
                 rows = self._stage(at, count * row_bytes)
             rows = rows.view(*leading, count, *row_shape)
             for inner in range(dim + 1, len(lengths)):
@@ -366,7 +415,9 @@ class _Filler:
             row += count
 
     def _view(self, begin: int, nbytes: int) -> torch.Tensor | None:
-        """Bytes of the file as elements, if they are in memory already."""
+        """Bytes of the file as elements, if they are in memory already and only looked at once."""
+        if self._hasher is not None:
+            return None
         view = self._reader.view(begin, nbytes)
         if view is None or begin % self._itemsize:
             return None
