@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
 from reshard.api import CheckpointNotFoundError
 from support.failing_system import WriterOn, dying, watching
-from support.ranks import run_alone
+from support.ranks import run_alone, run_ranks
 from support.samples import same_bits
 
 
@@ -162,6 +165,69 @@ def test_a_save_killed_anywhere_leaves_the_old_checkpoint_or_the_new_one(
     # Both are seen, and never the old one again after the new one.
     assert set(found) == {old, "new"}
     assert found == sorted(found, key=[old, "new"].index)
+
+
+def shared_state(seed: int) -> dict[str, Any]:
+    """The same, with one tensor of which each rank has a part."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parts = state(seed)
+    parts["model"]["large"] = distribute_tensor(parts["model"]["large"], mesh, [Shard(0)])
+    return parts
+
+
+def save_on_a_rank(
+    seed: int, folder: str, victim: int, at: int, after: bool, use_collectives: bool
+) -> tuple[int, str]:
+    """How many calls the rank made, and how the save ended on it."""
+    system = dying(at, after) if dist.get_rank() == victim else watching()
+    writer = WriterOn(folder, system)
+    try:
+        reshard.save(shared_state(seed), storage_writer=writer, use_collectives=use_collectives)
+    except reshard.CheckpointException as error:
+        return len(system.calls), str(error)
+    return len(system.calls), "saved"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_collectives", [True, False], ids=["together", "without-collectives"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_anywhere_in_a_save_leaves_the_old_checkpoint_or_the_new_one(
+    victim: int, use_collectives: bool, fast_folder: str
+) -> None:
+    root = Path(fast_folder)
+    counts = run_ranks(2, save_on_a_rank, 2, str(root / "count"), -1, 0, False, use_collectives)
+    calls, told = counts[victim]
+    assert told == "saved"
+    assert calls > 5
+    seen = set()
+    for at in range(calls):
+        for after in (False, True):
+            place = root / f"{at}-{after}"
+            run_ranks(2, save_on_a_rank, 1, str(place), -1, 0, False, use_collectives)
+            outcomes = run_ranks(
+                2,
+                save_on_a_rank,
+                2,
+                str(place),
+                victim,
+                at,
+                after,
+                use_collectives,
+                dying={victim},
+            )
+            found = which(place)
+            seen.add(found)
+            _, told = outcomes[1 - victim]
+            assert found in ("old", "new"), (at, after)
+            if told == "saved":
+                assert found == "new", (at, after)
+            else:
+                assert f"rank {victim}" in told, (at, after, told)
+            run_ranks(2, save_on_a_rank, 3, str(place), -1, 0, False, use_collectives)
+            assert which(place) == "newest", (at, after)
+            assert {path.name for path in place.iterdir()} == files_in_use(place), (at, after)
+            shutil.rmtree(place)
+    assert "old" in seen
 
 
 def order_of_calls(folder: str) -> list[tuple[str, str]]:
