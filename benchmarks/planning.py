@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reshard import FileSystemReader, FileSystemWriter
-from reshard.columnar import WriteItems, write_columns
+from reshard.columnar.writes import WriteItems, write_columns
 from reshard.contents import Placement, WriteResults, WrittenFile
 from reshard.coordination.plan_wire import (
     decode_results,

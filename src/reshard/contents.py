@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from reshard.api import CheckpointException, CorruptCheckpointError
-from reshard.columnar import ChunkList, WriteItems, flags_of, properties_from, write_columns
+from reshard.columnar.chunks import ChunkList
+from reshard.columnar.writes import WriteItems, flags_of, properties_from, write_columns
 from reshard.format.manifest import Manifest
 from reshard.format.values import decode_value, encode_value, is_pickled
 from reshard.global_save import ChunkTable, chunk_table

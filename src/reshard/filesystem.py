@@ -36,7 +36,7 @@ from reshard.checkpoint_files import (
     read_one_manifest,
     remove_debris,
 )
-from reshard.columnar import read_columns
+from reshard.columnar.reads import read_columns
 from reshard.contents import (
     Placement,
     StorageTable,

@@ -15,7 +15,8 @@ import torch
 import xxhash
 
 from reshard.api import CoverageError
-from reshard.columnar import ChunkList, WriteItems, properties_of, stack_chunks, write_columns
+from reshard.columnar.chunks import ChunkList, stack_chunks
+from reshard.columnar.writes import WriteItems, properties_of, write_columns
 from reshard.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,

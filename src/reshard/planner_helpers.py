@@ -15,17 +15,9 @@ import numpy as np
 import torch
 
 from reshard.api import CoverageError, MissingKeyError, ShapeMismatchError
-from reshard.columnar import (
-    PINNED,
-    REQUIRES_GRAD,
-    ChunkList,
-    ReadColumns,
-    ReadItems,
-    RowBuilder,
-    WriteItems,
-    chunk_columns,
-    stack_chunks,
-)
+from reshard.columnar.chunks import ChunkList, chunk_columns, stack_chunks
+from reshard.columnar.reads import ReadColumns, ReadItems
+from reshard.columnar.writes import PINNED, REQUIRES_GRAD, RowBuilder, WriteItems
 from reshard.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,

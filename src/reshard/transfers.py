@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from reshard.api import CorruptCheckpointError, PlanError, _noting
-from reshard.columnar import ReadItems, WriteItems
+from reshard.columnar.reads import ReadItems
+from reshard.columnar.writes import WriteItems
 from reshard.contents import StorageTable
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.engine.collector import paused_collection

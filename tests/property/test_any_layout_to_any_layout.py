@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from reshard.columnar import RowBuilder, WriteItems
+from reshard.columnar.writes import RowBuilder, WriteItems
 from reshard.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,

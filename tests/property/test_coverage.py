@@ -13,7 +13,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from reshard.api import CoverageError
-from reshard.columnar import RowBuilder, WriteItems
+from reshard.columnar.writes import RowBuilder, WriteItems
 from reshard.global_save import make_global_plan
 from reshard.planner import SavePlan
 from reshard.planning import intersection, keys

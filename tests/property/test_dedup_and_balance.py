@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reshard.api import ReplicaConflictError
-from reshard.columnar import RowBuilder, WriteItems
+from reshard.columnar.writes import RowBuilder, WriteItems
 from reshard.global_save import dedup_save_plans, make_global_plan
 from reshard.planner import SavePlan, WriteItem
 from reshard.planning.balance import choose_holders
@@ -160,7 +160,7 @@ def test_the_default_global_plan_keeps_what_dedup_keeps(world: World) -> None:
 
 PRINT_WRITERS = """
 import torch
-from reshard.columnar import RowBuilder, WriteItems
+from reshard.columnar.writes import RowBuilder, WriteItems
 from reshard.global_save import dedup_save_plans
 from reshard.planner import SavePlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from reshard.columnar import RowBuilder
+from reshard.columnar.writes import RowBuilder
 from reshard.planning.columns import (
     DTYPE_CODES,
     DTYPE_ITEMSIZES,

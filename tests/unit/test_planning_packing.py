@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.columnar import RowBuilder
+from reshard.columnar.writes import RowBuilder
 from reshard.planning.columns import SHARD, TENSOR, WriteColumns
 from reshard.planning.packing import (
     pack_array,

@@ -11,15 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.columnar import (
-    ChunkList,
-    ReadItems,
-    RowBuilder,
-    WriteItems,
-    chunk_columns,
-    read_columns,
-    write_columns,
-)
+from reshard.columnar.chunks import ChunkList, chunk_columns
+from reshard.columnar.reads import ReadItems, read_columns
+from reshard.columnar.writes import RowBuilder, WriteItems, write_columns
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex
 from reshard.planner import LoadItemType, ReadItem, WriteItem, WriteItemType
 from reshard.planning.columns import DTYPES, SHARD

@@ -16,14 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from reshard.columnar import (
-    ReadItems,
-    WriteItems,
-    pack_read_columns,
-    read_columns,
-    unpack_read_columns,
-    write_columns,
-)
+from reshard.columnar.reads import ReadItems, pack_read_columns, read_columns, unpack_read_columns
+from reshard.columnar.writes import WriteItems, write_columns
 from reshard.contents import Placement, WriteResults, WrittenFile
 from reshard.planner import LoadPlan, SavePlan, WriteItem
 from reshard.planning.packing import (
