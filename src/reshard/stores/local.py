@@ -7,12 +7,11 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -100,15 +99,11 @@ class _LocalFile:
             descriptor, self._descriptor = self._descriptor, -1
             self._system.close(descriptor)
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _raise_named(self, error: OSError) -> NoReturn:
         """The kernel knows a descriptor only; a person wants to know which file it is."""
-        try:
-            yield
-        except OSError as error:
-            if error.filename is not None:
-                raise
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        if error.filename is not None:
+            raise error
+        raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def _transfer(
         self,
@@ -119,17 +114,28 @@ class _LocalFile:
     ) -> None:
         """Repeat a call that may transfer less than it was asked to."""
         for begin in range(0, len(buffers), _MOST_BUFFERS):
-            rest = list(buffers[begin : begin + _MOST_BUFFERS])
-            while rest:
-                with self._named():
+            rest = buffers[begin : begin + _MOST_BUFFERS]
+            missing = sum(map(len, rest))
+            while missing:
+                try:
                     count = call(self._descriptor, rest, offset)
-                if count <= 0 and any(len(buffer) for buffer in rest):
+                except OSError as error:
+                    self._raise_named(error)
+                if count <= 0:
                     raise when_stuck(offset)
                 offset += count
-                while rest and count >= len(rest[0]):
-                    count -= len(rest.pop(0))
-                if rest and count:
-                    rest[0] = rest[0][count:]
+                missing -= count
+                if missing:
+                    rest = _without(rest, count)
+
+
+def _without(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """What is left of `buffers` after their first `count` bytes."""
+    whole = 0
+    while count >= len(buffers[whole]):
+        count -= len(buffers[whole])
+        whole += 1
+    return [buffers[whole][count:], *buffers[whole + 1 :]]
 
 
 class _LocalWriter(_LocalFile):
@@ -152,8 +158,10 @@ class _LocalWriter(_LocalFile):
             start(self._descriptor, begin, end - begin, _SYNC_FILE_RANGE_WRITE)
 
     def sync(self) -> None:
-        with self._named():
+        try:
             self._system.fsync(self._descriptor)
+        except OSError as error:
+            self._raise_named(error)
 
 
 class _LocalReader(_LocalFile):
