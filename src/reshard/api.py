@@ -13,6 +13,7 @@
     ├── CorruptCheckpointError     (ValueError)    bytes that contradict themselves or a checksum
     ├── UnsupportedFormatError     (ValueError)    a version or kind that cannot be read here
     ├── CheckpointNotFoundError    (FileNotFoundError) nothing is committed at that place
+    ├── CheckpointExistsError      (RuntimeError)  something is, and may not be overwritten
     ├── RankLostError              (RuntimeError)  a rank died or did not answer in time
     ├── WorkerLostError            (RuntimeError)  the process that saves for a rank died
     └── BusyError                  (RuntimeError)  more saves in flight than there may be
@@ -31,6 +32,7 @@ from typing import Any, TypeAlias
 __all__ = [
     "BusyError",
     "CheckpointException",
+    "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CorruptCheckpointError",
     "CoverageError",
@@ -143,6 +145,10 @@ class CheckpointNotFoundError(CheckpointException, FileNotFoundError):
     # Else they would be taken from the arguments of the constructor.
     errno = errno.ENOENT
     strerror = "No such checkpoint"
+
+
+class CheckpointExistsError(CheckpointException, RuntimeError):
+    """There is a checkpoint at that place, and it may not be overwritten."""
 
 
 class RankLostError(CheckpointException, RuntimeError):

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from reshard._sharded_tensor_utils import _flatten_sharded_tensors as _flatten_sharded_tensors
 from reshard.api import CorruptCheckpointError, StalePlanError, UnsafeValueError
 from reshard.composites import CompositeTargets, expand_for_save
 from reshard.format.values import MAGIC, decode_value, encode_value
 from reshard.global_save import (
+    FINGERPRINT_BYTES,
     combine_plans,
     make_global_plan,
     merge_paths,
@@ -47,6 +49,12 @@ from reshard.planner_helpers import (
     build_read_items,
     build_write_items,
     check_complete,
+)
+from reshard.planner_helpers import (
+    _create_read_items as _create_read_items,
+)
+from reshard.planner_helpers import (
+    _create_write_items as _create_write_items,
 )
 from reshard.tensors.flatten import Rules, StatePath, flatten_state_dict, set_element
 from reshard.tensors.shards import DTensorReader, find_state_dict_object
@@ -141,13 +149,10 @@ class DefaultSavePlanner(SavePlanner):
             return self.plan
         self.plan = dataclasses.replace(self.plan, fingerprint=plan_fingerprint(self.plan))
         if self.plan.fingerprint == self._cache.local_fingerprint and self._may_skip_plan():
+            # Which plan this is, and which one it became last time.
             final = self._cache.final_plan
-            return SavePlan(
-                [],
-                planner_data=b"" if final is None else plan_fingerprint(final),
-                usable=False,
-                fingerprint=self.plan.fingerprint,
-            )
+            answer = b"" if final is None else plan_fingerprint(final)
+            return SavePlan([], usable=False, fingerprint=self.plan.fingerprint + answer)
         return self.plan
 
     def _may_skip_plan(self) -> bool:
@@ -192,7 +197,8 @@ class DefaultSavePlanner(SavePlanner):
         # A rank that says what it did last is told to do it again, if that is still right.
         answers = [
             SavePlan([], usable=False)
-            if not plan.usable and plan.planner_data == cache.answer_fingerprint(rank)
+            if not plan.usable
+            and plan.fingerprint[FINGERPRINT_BYTES:] == cache.answer_fingerprint(rank)
             else self.global_plan[rank]
             for rank, plan in enumerate(all_plans)
         ]
@@ -209,7 +215,10 @@ class DefaultSavePlanner(SavePlanner):
             rank
             for rank, plan in enumerate(all_plans)
             if not plan.usable
-            and (len(known) != len(all_plans) or known[rank].fingerprint != plan.fingerprint)
+            and (
+                len(known) != len(all_plans)
+                or known[rank].fingerprint != plan.fingerprint[:FINGERPRINT_BYTES]
+            )
         ]
         if stale:
             raise StalePlanError(

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from reshard.api import (
     CheckpointException,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     _noting,
@@ -76,6 +77,7 @@ logger = logging.getLogger(__name__)
 
 _UNSEEN_SECONDS = 10.0
 
+CURRENT_DCP_VERSION = str(VERSION)
 _StorageInfo = StorageInfo
 
 
@@ -184,8 +186,8 @@ class FileSystemWriter(StorageWriter):
         store = self.open_store()
         store.create()
         if not self.overwrite and has_checkpoint(store):
-            raise CheckpointException(
-                f"there is a checkpoint at {store.location} already, and overwrite=False"
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {store.location}, and overwrite=False"
             )
         if not self.use_collectives:
             return dataclasses.replace(plan, storage_data=file_prefix(store, self.rank))
@@ -279,7 +281,7 @@ class FileSystemWriter(StorageWriter):
             self._unclaimed.append(part)
         metadata.storage_data = StorageTable(manifest)
         metadata.storage_meta = self.storage_meta()
-        metadata.version = str(VERSION)
+        metadata.version = CURRENT_DCP_VERSION
 
     def retire_older(self) -> None:
         """Remove an older checkpoint, now that the parts of all ranks are there."""

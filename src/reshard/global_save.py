@@ -41,6 +41,7 @@ from reshard.planning.packing import pack_placement, pack_schema
 from reshard.tensors.flatten import PathMap, StatePath
 
 __all__ = [
+    "FINGERPRINT_BYTES",
     "ChunkTable",
     "chunk_table",
     "combine_plans",
@@ -204,6 +205,9 @@ def chunk_table(metadata: Metadata) -> ChunkTable:
         np.array(ndims, dtype=np.int64),
         Chunks(shapes, starts, offsets, sizes),
     )
+
+
+FINGERPRINT_BYTES = 16
 
 
 def plan_fingerprint(plan: SavePlan) -> bytes:

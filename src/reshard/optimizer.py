@@ -21,7 +21,7 @@ from reshard.metadata import (
     TensorStorageMetadata,
 )
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem
-from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
+from reshard.planner_helpers import create_read_items_for_chunk_list
 from reshard.state_dict_loader import _load_state_dict
 from reshard.storage import StorageReader
 from reshard.tensors.flatten import StatePath, unflatten_state_dict
@@ -69,8 +69,9 @@ def load_sharded_optimizer_state_dict(
         if offset is not None and wanted[name].size() != entry.size:
             offsets[name] = offset
     if not wanted:
+        there = sorted({str(path[0]) for path in paths.values()})
         raise MissingKeyError(
-            describe_missing([optimizer_key], {str(path[0]) for path in paths.values()})
+            f"the checkpoint has no {optimizer_key!r}; what it has at the top is {there}"
         )
     # Parts of what is stored need a planner that knows where they begin.
     chosen = planner if planner is not None and not offsets else _OffsetPlanner(offsets)

@@ -24,10 +24,12 @@ from reshard.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from reshard.planner import (
     BytesIOWriteData,
+    LoadItemType,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -226,7 +228,10 @@ def build_read_items(
     stored = metadata.state_dict_metadata
     missing = [fqn for fqn in state_dict if fqn not in stored]
     if missing and strict:
-        raise MissingKeyError(describe_missing(missing, stored))
+        raise MissingKeyError(
+            f"{describe_missing(missing, stored)} Load with strict=False (or a planner with "
+            "allow_partial_load=True) to leave missing keys as they are."
+        )
     wishes: list[_Wish] = []
     reader = DTensorReader()
     for fqn, value in state_dict.items():
@@ -245,10 +250,7 @@ def describe_missing(missing: Sequence[str], stored: Iterable[str]) -> str:
     if len(missing) > 1:
         shown = ", ".join(map(repr, missing[1:6]))
         text += f" {len(missing) - 1} more keys are missing, such as {shown}."
-    return text + (
-        " Load with strict=False (or a planner with allow_partial_load=True) to leave missing keys "
-        "as they are."
-    )
+    return text
 
 
 def _check_match(fqn: str, entry: STORAGE_TYPES, value: Any) -> None:
@@ -381,6 +383,101 @@ def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
 def _init_state_dict(state_dict: dict[str, Any]) -> Any:
     """Give every tensor of `state_dict` that is on the meta device real memory, in place."""
     materialise(state_dict)
+
+
+# One item or chunk at a time, for planners that put their plans together themselves.
+
+
+def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
+    chunk = _create_chunk_from_tensor(tensor)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), tensor.size())
+    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
+
+
+def _create_write_item_for_shard(fqn: str, sharded_tensor: Any, shard_md: Any) -> WriteItem:
+    about = sharded_tensor.metadata()
+    chunk = ChunkStorageMetadata(
+        torch.Size(shard_md.shard_offsets), torch.Size(shard_md.shard_sizes)
+    )
+    data = TensorWriteData(chunk, to_properties(about.tensor_properties), torch.Size(about.size))
+    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:
+    return WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)
+
+
+def _create_read_item_for_tensor(
+    dest_index: MetadataIndex,
+    dest_offsets: Sequence[int],
+    storage_index: MetadataIndex,
+    storage_offsets: Sequence[int],
+    lengths: Sequence[int],
+) -> ReadItem:
+    places = torch.Size(dest_offsets), torch.Size(storage_offsets)
+    return ReadItem(
+        LoadItemType.TENSOR, dest_index, places[0], storage_index, places[1], torch.Size(lengths)
+    )
+
+
+def _create_read_item_for_byteio(
+    dest_index: MetadataIndex,
+    dest_offset: int,
+    storage_index: MetadataIndex,
+    storage_offset: int,
+    length: int,
+) -> ReadItem:
+    places = torch.Size((dest_offset,)), torch.Size((storage_offset,))
+    return ReadItem(
+        LoadItemType.BYTE_IO, dest_index, places[0], storage_index, places[1], torch.Size((length,))
+    )
+
+
+def _create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size((0,) * tensor.dim()), tensor.size())
+
+
+def _create_chunk_list(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    """The regions of `tensor` that this rank holds."""
+    return [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        for offsets, sizes in wanted_regions("a tensor", tensor, DTensorReader())
+    ]
+
+
+# Plans that stand for cached ones: `usable` is False if the cached plan is meant.
+
+
+def _compare_save_plans(plan: SavePlan, other_plan: SavePlan) -> bool:
+    """Whether two plans write the same chunks under the same names."""
+
+    def told(item: WriteItem) -> Any:
+        data = item.tensor_data
+        where = None if data is None else (tuple(data.size), data.chunk)
+        return item.type, item.index, item.index.index, where
+
+    return (
+        plan.usable == other_plan.usable
+        and len(plan.items) == len(other_plan.items)
+        and all(
+            told(one) == told(other)
+            for one, other in zip(plan.items, other_plan.items, strict=True)
+        )
+    )
+
+
+def _contains_usable_plan(delta_plans: Sequence[SavePlan]) -> bool:
+    return any(plan.usable for plan in delta_plans if plan)
+
+
+def _merge_delta_local_plans(
+    cached_plans: Sequence[SavePlan], delta_plans: Sequence[SavePlan]
+) -> list[SavePlan]:
+    """For each rank its new plan, or the cached one if it says that nothing changed."""
+    return [
+        cached if delta and not delta.usable else delta
+        for cached, delta in zip(cached_plans, delta_plans, strict=True)
+    ]
 
 
 def _create_write_items_for_dtensor(fqn: str, tensor: Any) -> WriteItem:

@@ -47,10 +47,13 @@ def choose_writer(
             storage_writer.reset(checkpoint_id)
         return storage_writer
     if not checkpoint_id:
-        raise RuntimeError("say where to save: pass checkpoint_id or storage_writer")
+        raise RuntimeError(
+            "`checkpoint_id` must be specified if `storage_writer` is None: say where to save"
+        )
     if not FileSystemWriter.validate_checkpoint_id(checkpoint_id):
         raise RuntimeError(
-            f"no storage is known for {checkpoint_id!r}: pass a directory, or a storage_writer"
+            f"Cannot detect which storage {checkpoint_id!r} is in: pass a directory, or a "
+            "storage_writer"
         )
     writer = FileSystemWriter(checkpoint_id)
     writer.reset(checkpoint_id)

@@ -44,9 +44,11 @@ from reshard.per_rank import PerRank, choose_rank_values
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
 from reshard.planning.columns import Bools
+from reshard.stateful import Stateful as Stateful
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, takes_any_keyword
 from reshard.tensors.flatten import flatten_state_dict
+from reshard.utils import _api_bc_check
 
 __all__ = ["LoadReport", "load", "load_state_dict", "read_state_dict", "read_tensor"]
 
@@ -70,6 +72,7 @@ class LoadReport:
     seconds: float = 0.0
 
 
+@_api_bc_check
 def load(
     state_dict: dict[str, Any],
     *,
@@ -300,10 +303,13 @@ def _choose_reader(
             storage_reader.reset(checkpoint_id)
         return storage_reader
     if not checkpoint_id:
-        raise RuntimeError("say what to load: pass checkpoint_id or storage_reader")
+        raise RuntimeError(
+            "`checkpoint_id` must be specified if `storage_reader` is None: say what to load"
+        )
     if not FileSystemReader.validate_checkpoint_id(checkpoint_id):
         raise RuntimeError(
-            f"no storage is known for {checkpoint_id!r}: pass a directory, or a storage_reader"
+            f"Cannot detect which storage {checkpoint_id!r} is in: pass a directory, or a "
+            "storage_reader"
         )
     reader = FileSystemReader(checkpoint_id)
     reader.reset(checkpoint_id)

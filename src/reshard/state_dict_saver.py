@@ -26,8 +26,10 @@ from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
 from reshard.save_operation import SaveJob, SaveOperation, choose_writer
 from reshard.staging import AsyncStager, staging_pool
+from reshard.stateful import Stateful as Stateful
 from reshard.stateful import is_stateful
 from reshard.storage import StorageWriter
+from reshard.utils import _api_bc_check
 
 __all__ = [
     "AsyncCheckpointerType",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 
+@_api_bc_check
 def save(
     state_dict: STATE_DICT_TYPE,
     *,

@@ -24,6 +24,7 @@ from support.ranks import run_alone
 DCP = "torch.distributed.checkpoint"
 COUNTERPARTS = [
     "_dedup_save_plans",
+    "_dedup_tensors",
     "_nested_dict",
     "_sharded_tensor_utils",
     "_traverse",

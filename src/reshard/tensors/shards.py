@@ -324,22 +324,24 @@ def find_tensor_shard(
     if is_sharded(value):
         shards = list(local_shards(index.fqn, value, reader))
         if index.offset is None:
-            if len(shards) == 1:
+            if len(shards) == 1 and not isinstance(value, ShardedTensor):
                 return shards[0].tensor
             raise ValueError(
-                f"{index.fqn!r} has {len(shards)} shards here; say which by its offset"
+                f"{index.fqn!r} is a {type(value).__name__} with {len(shards)} shards here, and no "
+                "offset was provided to tell which"
             )
         wanted = tuple(index.offset)
         for shard in shards:
             if shard.offsets == wanted:
                 return shard.tensor
         raise ValueError(
-            f"no shard of {index.fqn!r} on this rank starts at {wanted}; there are shards at "
+            f"Could not find shard of {index.fqn!r} at {wanted} on this rank; there are shards at "
             f"{[shard.offsets for shard in shards]}"
         )
     if index.offset is not None and any(index.offset):
         raise ValueError(
-            f"{index.fqn!r} is one whole tensor here; there is no shard at {tuple(index.offset)}"
+            f"{index.fqn!r} is one whole tensor here, not a ShardedTensor or DTensor; there is no "
+            f"shard at {tuple(index.offset)}"
         )
     whole: torch.Tensor = value
     return whole
@@ -350,12 +352,13 @@ def find_state_dict_object(
 ) -> Any:
     """The value that `index` names; of a sharded tensor, the local memory of the shard."""
     if index.fqn not in state_dict:
-        raise ValueError(f"there is no {index.fqn!r} in the state dict")
+        raise ValueError(f"there is no FQN {index.fqn!r} in the state dict")
     value = state_dict[index.fqn]
     if isinstance(value, torch.Tensor | HeldShards):
         return find_tensor_shard(value, index, reader)
     if index.offset is not None:
         raise ValueError(
-            f"{index.fqn!r} is a {type(value).__name__}, which has no part at {tuple(index.offset)}"
+            f"{index.fqn!r} is a {type(value).__name__}, not a ShardedTensor or DTensor; it has no "
+            f"part at {tuple(index.offset)}"
         )
     return value
