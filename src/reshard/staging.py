@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -105,34 +106,66 @@ class Buffer:
 
 
 class Staged(dict[str, Any]):
-    """A staged state dict. Its tensors are valid until `release` is called.
+    """A staged state dict, in memory that was lent to it. Copies of it are ordinary dicts."""
 
-    Whoever needs it for longer than the stager that made it calls `keep`, and then has
-    to release it.
-    """
-
-    pool: StagingPool
-    buffer: Buffer
-    kept = False
-    _released = False
+    lease: Lease
 
     @property
     def segment(self) -> Segment:
         """The memory that all tensors lie in."""
+        return self.lease.segment
+
+    def release(self) -> None:
+        """Let the memory be used again."""
+        self.lease.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class Lease:
+    """A buffer that was lent to one staged state dict.
+
+    It ends with the stager that asked for it. A save that needs it for longer calls `keep`,
+    and then has to release it.
+    """
+
+    def __init__(self, pool: StagingPool, buffer: Buffer, staged: Staged) -> None:
+        self.buffer = buffer
+        self._pool = pool
+        # Not held here: whether anybody else holds it is what `end` asks.
+        self._staged = weakref.ref(staged)
+        self._kept = False
+        self._is_over = False
+
+    @property
+    def segment(self) -> Segment:
         if self.buffer.segment is None:
             raise RuntimeError("the memory of this staged state dict was given back")
         return self.buffer.segment
 
     def keep(self) -> None:
-        self.kept = True
+        self._kept = True
 
     def release(self) -> None:
         """Let the memory be used again. Harmless if that was said before."""
-        if not self._released:
-            self._released = True
-            # What it held would be overwritten by the next save, and keep memory alive.
-            self.clear()
-            self.pool.release(self.buffer)
+        if not self._is_over:
+            self._is_over = True
+            staged = self._staged()
+            if staged is not None:
+                # What it held would be overwritten by the next save, and keep memory alive.
+                staged.clear()
+            self._pool.release(self.buffer)
+
+    def end(self) -> None:
+        """The stager needs it no more. Memory that somebody still looks at is left to them."""
+        if self._kept or self._is_over:
+            return
+        if self.buffer.layout is not None and self.buffer.layout.is_held():
+            self._is_over = True
+            self._pool.abandon(self.buffer)
+        else:
+            self.release()
 
 
 class StagingPool:
@@ -146,7 +179,7 @@ class StagingPool:
         self._lock = threading.Lock()
         self._idle: list[Buffer] = []
         self._busy: list[Buffer] = []
-        self._lent: dict[int, Staged] = {}
+        self._lent: dict[int, Lease] = {}
 
     def stage(
         self, state_dict: Mapping[str, Any], pinned: bool = False, non_blocking: bool = False
@@ -166,9 +199,9 @@ class StagingPool:
         except BaseException:
             self.release(buffer)
             raise
-        staged.pool, staged.buffer = self, buffer
+        staged.lease = Lease(self, buffer, staged)
         with self._mine():
-            self._lent[id(buffer)] = staged
+            self._lent[id(buffer)] = staged.lease
         return staged
 
     def prewarm(self, state_dict: Mapping[str, Any], pinned: bool = False) -> None:
@@ -181,15 +214,15 @@ class StagingPool:
         finally:
             self.release(buffer)
 
-    def staged_in(self, state_dict: Mapping[str, Any]) -> list[Staged]:
-        """What was staged here and has memory in `state_dict`, whatever became of the dict."""
+    def leases_of(self, state_dict: Mapping[str, Any]) -> list[Lease]:
+        """Of what was staged here and has memory in `state_dict`, whatever became of the dict."""
         with self._mine():
             lent = list(self._lent.values())
         addresses = addresses_in(state_dict) if lent else []
         return [
-            staged
-            for staged in lent
-            if any(staged.segment.begin <= address < staged.segment.end for address in addresses)
+            lease
+            for lease in lent
+            if any(lease.segment.begin <= address < lease.segment.end for address in addresses)
         ]
 
     def release(self, buffer: Buffer) -> None:
@@ -199,6 +232,14 @@ class StagingPool:
             if buffer in self._busy:
                 self._busy.remove(buffer)
                 self._idle.append(buffer)
+
+    def abandon(self, buffer: Buffer) -> None:
+        """Leave a buffer to those who look at it. Its memory is gone when they are."""
+        with self._mine():
+            self._lent.pop(id(buffer), None)
+            if buffer in self._busy:
+                self._busy.remove(buffer)
+        buffer.free()
 
     def close(self) -> None:
         """Give back the memory that no save uses."""
@@ -268,8 +309,9 @@ def staging_pool() -> StagingPool:
 class DefaultStager(AsyncStager):
     """Copies into the staging pool of the process.
 
-    What `stage` returned last stays valid until the next call, or until the save that
-    uses it is done.
+    What `stage` returns stays valid for as long as anybody holds it, unless `async_save` was
+    given it: then, until that save is done. Memory that nobody looks at any more is used for
+    the next call.
     """
 
     _synchronize_after_execute = False
@@ -278,7 +320,7 @@ class DefaultStager(AsyncStager):
         self._config = config
         self._thread: ThreadPoolExecutor | None = None
         self._staging: Future[STATE_DICT_TYPE] | None = None
-        self._last: Staged | None = None
+        self._last: Lease | None = None
 
     def stage(
         self, state_dict: STATE_DICT_TYPE, **kwargs: Any
@@ -287,6 +329,8 @@ class DefaultStager(AsyncStager):
             return self._stage(state_dict)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-staging")
+        # So that it does not hold on to what was staged before.
+        self._staging = None
         self._staging = self._thread.submit(self._stage, state_dict)
         return self._staging
 
@@ -298,12 +342,12 @@ class DefaultStager(AsyncStager):
             pinned=self._config.use_pinned_memory and cuda,
             non_blocking=self._config.use_non_blocking_copy and cuda,
         )
-        self._last = staged
+        self._last = staged.lease
         return staged
 
     def _forget(self) -> None:
-        if self._last is not None and not self._last.kept:
-            self._last.release()
+        if self._last is not None:
+            self._last.end()
         self._last = None
 
     def synchronize_staging(self) -> None:
@@ -316,6 +360,7 @@ class DefaultStager(AsyncStager):
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
+        self._staging = None
         self._forget()
 
 

@@ -104,4 +104,4 @@ def test_a_sharded_tensor_is_copied_into_pinned_memory(
 
 def test_what_a_stager_of_the_user_made_may_consist_of_anything(pool: StagingPool) -> None:
     staged = pool.stage({"w": torch.ones(2)})
-    assert pool.staged_in({"w": staged["w"], "own": Opaque(torch.ones(2))}) == [staged]
+    assert pool.leases_of({"w": staged["w"], "own": Opaque(torch.ones(2))}) == [staged.lease]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
+import pickle
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,10 +87,10 @@ def plus(state_dict: dict[str, Any], amount: float) -> dict[str, Any]:
 
 def test_state_dicts_of_one_form_use_the_same_memory(pool: StagingPool, made: list[int]) -> None:
     first = pool.stage(SMALL)
-    place = first["w"].data_ptr(), first.segment.number, first.buffer.layout
+    place = first["w"].data_ptr(), first.segment.number, first.lease.buffer.layout
     first.release()
     second = pool.stage(plus(SMALL, 5))
-    assert (second["w"].data_ptr(), second.segment.number, second.buffer.layout) == place
+    assert (second["w"].data_ptr(), second.segment.number, second.lease.buffer.layout) == place
     assert second["w"].tolist() == [5, 6, 7, 8]
     assert len(made) == 1
 
@@ -146,7 +149,7 @@ def test_to_release_twice_does_not_free_two_buffers(pool: StagingPool) -> None:
     staged.release()
     staged.release()
     one, two = pool.stage(SMALL), pool.stage(SMALL)
-    assert one.buffer is not two.buffer
+    assert one.lease.buffer is not two.lease.buffer
 
 
 def test_to_release_twice_does_not_free_the_buffer_of_the_next(pool: StagingPool) -> None:
@@ -250,7 +253,7 @@ def test_a_state_dict_without_data_is_staged(pool: StagingPool, state_dict: dict
     assert str(dict(staged)) == str(state_dict)
     assert staged.segment.nbytes > 0
     staged.release()
-    assert pool.stage(state_dict).buffer is staged.buffer
+    assert pool.stage(state_dict).lease.buffer is staged.lease.buffer
 
 
 def test_nothing_that_is_asked_of_a_copy_stays_for_the_next(pool: StagingPool) -> None:
@@ -438,23 +441,95 @@ def test_a_stager_that_blocks_returns_the_copy(make: Any) -> None:
 
 def test_a_stager_gives_its_last_copy_back_when_the_next_is_made(process_pool: StagingPool) -> None:
     stager = BlockingAsyncStager()
-    first = stager.stage(SMALL)
-    assert stager.stage(SMALL).buffer is first.buffer
+    first = stager.stage(SMALL).lease
+    assert stager.stage(SMALL).lease.buffer is first.buffer
     stager.close()
-    assert DefaultStager().stage(SMALL).result().buffer is first.buffer
+    other = DefaultStager()
+    assert other.stage(SMALL).result().lease.buffer is first.buffer
+    assert other.stage(SMALL).result().lease.buffer is first.buffer
     assert len(process_pool.segment_numbers()) == 1
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "the dict": lambda staged: staged,
+    "a tensor": lambda staged: staged["w"],
+    "a view": lambda staged: staged["w"][2:].view(4, 1),
+    "an array": lambda staged: staged["w"].numpy(),
+    "a tensor that shares memory": lambda staged: staged["part"],
+    "a parameter": lambda staged: torch.nn.Parameter(staged["w"]),
+}
+
+
+@pytest.mark.parametrize("make", [BlockingAsyncStager, DefaultStager])
+@pytest.mark.parametrize("what", HOLDERS)
+def test_what_was_staged_stays_for_as_long_as_somebody_holds_it(
+    what: str, make: Callable[[], Any], process_pool: StagingPool
+) -> None:
+    def stage(weight: torch.Tensor) -> Any:
+        found = stager.stage({"w": weight, "part": weight[1:]})
+        return found.result() if isinstance(found, Future) else found
+
+    stager = make()
+    held = HOLDERS[what](stage(torch.arange(6.0)))
+    before = copy.deepcopy(held)
+    for number in range(3):
+        stage(torch.full((6,), float(number)))
+    stager.close()
+    stage(torch.full((6,), -1.0))
+    assert str(held) == str(before)
+    # What nobody holds is used again.
+    assert len(process_pool.segment_numbers()) == 1
+
+
+def test_a_staged_dict_is_copied_and_pickled_as_a_dict(process_pool: StagingPool) -> None:
+    staged = process_pool.stage({"w": torch.arange(3), "deep": {"x": 1}})
+    for copied in (copy.deepcopy(staged), pickle.loads(pickle.dumps(staged)), copy.copy(staged)):
+        assert type(copied) is dict
+        assert str(copied) == str(staged)
+    assert copy.deepcopy(staged)["w"].data_ptr() != staged["w"].data_ptr()
+
+
+def test_tensors_that_share_a_storage_share_one_in_the_copy(process_pool: StagingPool) -> None:
+    weight = torch.arange(16.0).view(4, 4)
+    state = {
+        "w": weight,
+        "rows": weight[2:],
+        "column": weight[:, 1],
+        "bits": weight.view(torch.int32),
+    }
+    staged = process_pool.stage(state)
+    for name, tensor in state.items():
+        assert torch.equal(staged[name], tensor)
+        assert staged[name].storage_offset() == tensor.storage_offset()
+        assert staged[name].stride() == tensor.stride()
+        storage = staged[name].untyped_storage()
+        assert storage.data_ptr() == staged["w"].untyped_storage().data_ptr()
+        assert storage.nbytes() == weight.nbytes
+
+
+def test_marks_on_a_tensor_are_there_on_the_copy(process_pool: StagingPool) -> None:
+    state = {"w": torch.ones(2), "p": torch.nn.Parameter(torch.ones(2))}
+    for tensor in state.values():
+        tensor.partition_dim = 1  # type: ignore[attr-defined]
+    staged = process_pool.stage(state)
+    assert [staged[name].partition_dim for name in state] == [1, 1]
+    for tensor in state.values():
+        del tensor.partition_dim  # type: ignore[attr-defined]
+    staged.release()
+    staged = process_pool.stage(state)
+    assert not any(hasattr(tensor, "partition_dim") for tensor in staged.values())
 
 
 @pytest.mark.usefixtures("process_pool")
 def test_a_copy_that_somebody_keeps_stays() -> None:
     stager = BlockingAsyncStager()
     first = stager.stage(SMALL)
-    first.keep()
-    second = stager.stage(plus(SMALL, 5))
+    first.lease.keep()
+    second = stager.stage(plus(SMALL, 5)).lease
     stager.close()
     assert first["w"].tolist() == [0, 1, 2, 3]
     first.release()
-    assert stager.stage(plus(SMALL, 9)).buffer in (first.buffer, second.buffer)
+    assert stager.stage(plus(SMALL, 9)).lease.buffer in (first.lease.buffer, second.buffer)
 
 
 def test_a_failure_to_stage_is_told_by_the_future(process_pool: StagingPool) -> None:

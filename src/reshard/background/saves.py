@@ -23,7 +23,14 @@ from reshard.filesystem import FileSystemWriter
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
 from reshard.save_operation import SaveJob, SaveOperation, choose_writer
-from reshard.staging import AsyncStager, DefaultStager, Staged, StagingOptions, staging_pool
+from reshard.staging import (
+    AsyncStager,
+    DefaultStager,
+    Lease,
+    Staged,
+    StagingOptions,
+    staging_pool,
+)
 from reshard.storage import StorageWriter
 
 __all__ = ["BackgroundSave", "worker_of_this_process"]
@@ -57,7 +64,7 @@ class BackgroundSave:
         self.channel = channel
         self.staging: Future[None] | None = None
         self._staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
-        self._kept: list[Staged] = []
+        self._kept: list[Lease] = []
         self._meeting: Meeting | None = None
 
     def start(
@@ -88,8 +95,8 @@ class BackgroundSave:
             self._keep_memory()
             future = log.submit(place, self._work(), uses=(self.storage_writer, self.planner))
         except BaseException as error:
-            for staged in self._kept:
-                staged.release()
+            for lease in self._kept:
+                lease.release()
             self._decline(error)
             raise
         if isinstance(self._staged, Future):
@@ -119,9 +126,9 @@ class BackgroundSave:
         def keep(staged: STATE_DICT_TYPE) -> None:
             # A stager of the user's may have made a dict of its own from what ours staged.
             own = isinstance(staged, Staged)
-            self._kept = [staged] if own else staging_pool().staged_in(staged)  # type: ignore[list-item]
-            for each in self._kept:
-                each.keep()
+            self._kept = [staged.lease] if own else staging_pool().leases_of(staged)  # type: ignore[attr-defined]
+            for lease in self._kept:
+                lease.keep()
 
         def keep_result(done: Future[STATE_DICT_TYPE]) -> None:
             if done.exception() is None:
@@ -176,8 +183,8 @@ class BackgroundSave:
     def _release(self) -> None:
         if isinstance(self._staged, Future):
             self._staged.exception()
-        for staged in self._kept:
-            staged.release()
+        for lease in self._kept:
+            lease.release()
 
     def _send(self, meeting: Meeting) -> Metadata:
         """Have the worker save."""

@@ -115,11 +115,13 @@ class Layout:
         """Make the tensors that look at `memory`, once for all copies into it."""
         self._memory = memory
         self._copies = []
+        shared = self._shared_storages(plan)
         for i, (begin, tensor) in enumerate(zip(self._begins, plan.tensors, strict=True)):
-            if i in self._in_group:
-                nbytes = _extent(tensor)
-                flat = _own_storage(memory[begin : begin + nbytes]).view(tensor.dtype)
-                view = flat.as_strided(tensor.shape, tensor.stride())
+            if i in shared:
+                storage, start = shared[i]
+                offset = (begin - start) // tensor.itemsize
+                view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+                view = view.set_(storage, offset, tensor.shape, tensor.stride())
                 view = view.conj() if tensor.is_conj() else view
                 view = torch._neg_view(view) if tensor.is_neg() else view
             elif tensor.numel():
@@ -131,6 +133,24 @@ class Layout:
             else:
                 view = torch.empty(tensor.shape, dtype=tensor.dtype, device=memory.device)
             self._copies.append(view)
+        self._uses = [_uses(view) for view in self._copies]
+
+    def _shared_storages(self, plan: Survey) -> dict[int, tuple[torch.UntypedStorage, int]]:
+        """For each tensor that shares memory: the storage that is shared, and where it starts."""
+        shared = {}
+        for group in self._groups:
+            first = self._begins[group[0]]
+            start = first - (_lead(plan.tensors, group) or 0)
+            memory = self._memory[start : first + _span(plan.tensors, group)]
+            storage = _own_storage(memory).untyped_storage()
+            shared.update(dict.fromkeys(group, (storage, start)))
+        return shared
+
+    def is_held(self) -> bool:
+        """Whether anybody looks at the memory through a tensor that `rebuild` handed out."""
+        return any(
+            _uses(view) > before for view, before in zip(self._copies, self._uses, strict=True)
+        )
 
     def copy(self, plan: Survey, non_blocking: bool = False) -> None:
         """Copy the tensors of a state dict of the same form into place."""
@@ -219,12 +239,20 @@ def _dressed(copied: torch.Tensor, tensor: torch.Tensor, path: Path) -> torch.Te
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         twin = twin.as_subclass(kind)
         twin.__dict__.update(_deep(vars(tensor), path))
+    elif tensor.__dict__:
+        # Marks that a planner may look at. They are not saved, so they need not be copied.
+        twin.__dict__.update(tensor.__dict__)
     return twin.requires_grad_() if tensor.requires_grad else twin
 
 
 def _own_storage(memory: torch.Tensor) -> torch.Tensor:
     """The same memory as the whole of a storage."""
     return torch.from_numpy(memory.numpy())
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """How many tensors and arrays have the storage of this one."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
