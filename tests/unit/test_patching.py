@@ -25,6 +25,7 @@ DCP = "torch.distributed.checkpoint"
 COUNTERPARTS = [
     "_dedup_save_plans",
     "_dedup_tensors",
+    "_extension",
     "_nested_dict",
     "_sharded_tensor_utils",
     "_traverse",

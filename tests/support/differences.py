@@ -1,0 +1,282 @@
+"""What the two libraries are asked, where they differ on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+
+from reshard import api
+from support.subclasses import Scaled
+
+
+@dataclasses.dataclass
+class Library:
+    root: Any
+
+    def __getattr__(self, module: str) -> Any:
+        return importlib.import_module(f"{self.root.__name__}.{module}")
+
+    def plan(self, *state_dicts: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+        planners = [self.root.DefaultSavePlanner(**options) for _ in state_dicts]
+        for planner, state_dict in zip(planners, state_dicts, strict=True):
+            planner.set_up_planner(state_dict, is_coordinator=planner is planners[0])
+        plans = [planner.create_local_plan() for planner in planners]
+        return planners[0].create_global_plan(plans)
+
+    def shard(self, fqn: str, start: int, length: int, total: int) -> Any:
+        chunk = self.root.ChunkStorageMetadata(torch.Size([start]), torch.Size([length]))
+        properties = self.metadata.TensorProperties(torch.float32)
+        return self.root.WriteItem(
+            self.metadata.MetadataIndex(fqn, [start]),
+            self.planner.WriteItemType.SHARD,
+            tensor_data=self.planner.TensorWriteData(chunk, properties, torch.Size([total])),
+        )
+
+
+def raised_by(action: Callable[[], Any]) -> type[BaseException] | None:
+    try:
+        action()
+    except BaseException as error:  # noqa: BLE001 - DCP's own exception is one
+        return type(error)
+    return None
+
+
+def items_are_a_list(library: Library) -> bool:
+    plans, _ = library.plan({"w": torch.ones(2)})
+    return isinstance(plans[0].items, list)
+
+
+def load_items_are_a_list(library: Library) -> bool:
+    _, metadata = library.plan({"w": torch.ones(2)})
+    planner = library.root.DefaultLoadPlanner()
+    planner.set_up_planner({"w": torch.ones(2)}, metadata)
+    return isinstance(planner.create_local_plan().items, list)
+
+
+def chunk_order(library: Library) -> list[int]:
+    later, earlier = library.shard("w", 2, 2, 4), library.shard("w", 0, 2, 4)
+    plans = [library.root.SavePlan([later]), library.root.SavePlan([earlier])]
+    _, metadata = library.default_planner.create_default_global_save_plan(plans)
+    return [chunk.offsets[0] for chunk in metadata.state_dict_metadata["w"].chunks]
+
+
+def names_written_for_tied_weights(library: Library) -> list[str]:
+    weight = torch.ones(2)
+    plans, _ = library.plan({"a": weight, "b": weight})
+    return [item.index.fqn for item in plans[0].items]
+
+
+def another_planner_uses_the_cache(library: Library) -> bool:
+    """Whether a new planner finds the plan that another one left behind."""
+    plans = []
+    for _ in range(2):
+        planner = library.root.DefaultSavePlanner(enable_plan_caching=True)
+        planner.set_up_planner({"w": torch.ones(2)})
+        plans.append(planner.create_local_plan())
+        planner.finish_plan(planner.create_global_plan(plans[-1:])[0][0])
+    for attribute in vars(dcp.SavePlanner).values():
+        if isinstance(attribute, dict):
+            attribute.clear()
+    return not plans[1].usable
+
+
+def error_of_a_gap(library: Library) -> type[BaseException] | None:
+    halves = [[library.shard("w", 0, 1, 4)], [library.shard("w", 2, 2, 4)]]
+    plans = [library.root.SavePlan(items, planner_data={}) for items in halves]
+    return raised_by(lambda: library.root.DefaultSavePlanner().create_global_plan(plans))
+
+
+def error_of_an_unsafe_value(library: Library) -> type[BaseException] | None:
+    planner = library.root.DefaultLoadPlanner()
+    _, metadata = library.plan({"v": 1})
+    planner.set_up_planner({"v": 1}, metadata)
+    (item,) = planner.create_local_plan().items
+    stored = io.BytesIO()
+    torch.save(Path("a"), stored)
+    stored.seek(0)
+    return raised_by(lambda: planner.load_bytes(item, stored))
+
+
+def errors_of_a_load(library: Library) -> list[type[BaseException] | None]:
+    _, metadata = library.plan({"w": torch.ones(2)})
+    short = library.plan({"w": torch.ones(2)})[1]
+    short.state_dict_metadata["w"].chunks.clear()
+    make = library.default_planner.create_default_local_load_plan
+    return [
+        raised_by(lambda: make({"other": torch.ones(2)}, metadata)),
+        raised_by(lambda: make({"w": torch.ones(3)}, metadata)),
+        raised_by(lambda: make({"w": torch.ones(2)}, short)),
+    ]
+
+
+def error_of_two_writers(library: Library) -> type[BaseException] | None:
+    plan = library.default_planner.create_default_local_save_plan({"w": torch.ones(2)}, True)
+    combine = library.default_planner.create_default_global_save_plan
+    return raised_by(lambda: combine([plan, plan]))
+
+
+def value_is_a_torch_save_file(library: Library) -> bool:
+    planner = library.root.DefaultSavePlanner()
+    planner.set_up_planner({"v": 1})
+    (item,) = planner.create_local_plan().items
+    stored = planner.resolve_data(item)
+    stored.seek(0)
+    return raised_by(lambda: torch.load(stored, weights_only=True)) is None
+
+
+def names_of_a_tensor_of_tensors(library: Library) -> list[str]:
+    planner = library.root.DefaultSavePlanner()
+    planner.set_up_planner({"w": Scaled(torch.ones(2), torch.ones(()))})
+    return [*planner.state_dict]
+
+
+def names_of_a_tuple(library: Library) -> list[str]:
+    return [*library._nested_dict.flatten_state_dict({"t": (torch.ones(1), 2)})[0]]
+
+
+def error_of_a_number_as_key(library: Library) -> type[BaseException] | None:
+    return raised_by(lambda: library._traverse.traverse_state_dict({1: 2}, lambda *_: None))
+
+
+class Reversed(StreamTransformExtension):
+    @staticmethod
+    def registry_name() -> str:
+        return "reversed"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Reversed:
+        return Reversed()
+
+    def get_descriptor(self) -> str:
+        return "reversed/1"
+
+    def transform_to(self, output: Any) -> Any:
+        return output
+
+    def transform_from(self, input: Any) -> Any:
+        return input
+
+
+def error_of_a_stream_extension(library: Library) -> type[BaseException] | None:
+    return raised_by(lambda: library.root.FileSystemWriter("x", _extensions=[Reversed()]))
+
+
+@contextlib.contextmanager
+def alone_in_a_group(backend: str) -> Iterator[None]:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def error_of_an_optimizer_that_is_not_there(library: Library) -> type[BaseException] | None:
+    def load() -> Any:
+        library.optimizer.load_sharded_optimizer_state_dict({}, "optim", reader)
+
+    with alone_in_a_group("gloo"), tempfile.TemporaryDirectory() as folder:
+        library.root.save({"model": {"w": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
+        reader = library.root.FileSystemReader(folder)
+        return raised_by(load)
+
+
+def staged_memory_is_shared_by_torch(library: Library) -> bool:
+    stager = library.staging.DefaultStager(
+        library.staging.StagingOptions(False, True, False, False)
+    )
+    staged = stager.stage({"w": torch.ones(2)})["w"].is_shared()
+    stager.close()
+    return bool(staged)
+
+
+def error_of_an_async_save_without_a_cpu_backend(library: Library) -> type[BaseException] | None:
+    with alone_in_a_group("cuda:gloo"), tempfile.TemporaryDirectory() as folder:
+        return raised_by(
+            lambda: library.root.async_save({"step": 1}, checkpoint_id=folder).result()
+        )
+
+
+def key_that_was_a_number(library: Library) -> list[Any]:
+    flat, paths = library._nested_dict.flatten_state_dict({"deep": {1: torch.ones(1)}})
+    return list(library._nested_dict.unflatten_state_dict(flat, paths)["deep"])
+
+
+# Row of the table -> (what is asked, DCP's answer, our answer). Rows that the comparison of
+# names and signatures finds by itself need no entry, but may have one.
+DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
+    "api.CheckpointException": (
+        lambda library: issubclass(library.root.CheckpointException, Exception),
+        False,
+        True,
+    ),
+    "planner.SavePlan.items": (items_are_a_list, True, False),
+    "planner.LoadPlan.items": (load_items_are_a_list, True, False),
+    "metadata.TensorStorageMetadata.chunks": (chunk_order, [2, 0], [0, 2]),
+    "metadata.TensorStorageMetadata.alias_of": (
+        names_written_for_tied_weights,
+        ["a", "b"],
+        ["a"],
+    ),
+    "default_planner.DefaultSavePlanner.transform_object": (
+        value_is_a_torch_save_file,
+        True,
+        False,
+    ),
+    "default_planner.DefaultSavePlanner.set_up_planner": (
+        names_of_a_tensor_of_tensors,
+        ["w"],
+        ["w.0:2.inner", "w.0:2.scale", "w.__tensor__"],
+    ),
+    "default_planner.DefaultSavePlanner.enable_plan_caching": (
+        another_planner_uses_the_cache,
+        True,
+        False,
+    ),
+    "default_planner.DefaultSavePlanner.create_global_plan": (
+        error_of_a_gap,
+        ValueError,
+        api.CoverageError,
+    ),
+    "default_planner.DefaultLoadPlanner.load_bytes": (
+        error_of_an_unsafe_value,
+        None,
+        api.UnsafeValueError,
+    ),
+    "default_planner.create_default_local_load_plan": (
+        errors_of_a_load,
+        [RuntimeError, ValueError, None],
+        [api.MissingKeyError, api.ShapeMismatchError, api.CoverageError],
+    ),
+    "default_planner.create_default_global_save_plan": (
+        error_of_two_writers,
+        AssertionError,
+        api.PlanError,
+    ),
+    "filesystem.FileSystemWriter._extensions": (error_of_a_stream_extension, None, ValueError),
+    "optimizer.load_sharded_optimizer_state_dict": (
+        error_of_an_optimizer_that_is_not_there,
+        None,
+        api.MissingKeyError,
+    ),
+    "staging.DefaultStager": (staged_memory_is_shared_by_torch, True, False),
+    "state_dict_saver.async_save": (
+        error_of_an_async_save_without_a_cpu_backend,
+        AssertionError,
+        None,
+    ),
+    "_nested_dict.unflatten_state_dict": (key_that_was_a_number, ["1"], [1]),
+    "_nested_dict.flatten_state_dict": (names_of_a_tuple, ["t"], ["t.0", "t.1"]),
+    "_traverse.traverse_state_dict": (error_of_a_number_as_key, None, TypeError),
+}
