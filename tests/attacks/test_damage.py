@@ -21,18 +21,7 @@ from support.hostile import (
     memory_limit,
     reason_of,
     reseal,
-    save_small,
 )
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small(tmp_path_factory.mktemp("saved") / "ckpt")
-
-
-@pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "ckpt"))
 
 
 def overwrite(path: Path, offset: int, data: bytes) -> None:

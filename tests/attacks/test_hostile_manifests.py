@@ -5,10 +5,6 @@ Each attack goes through every public way to read a checkpoint.
 
 from __future__ import annotations
 
-import os
-import pickle
-import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,37 +15,21 @@ import torch
 import xxhash
 
 import reshard
-from reshard.api import UnsupportedFormatError
 from support.hostile import (
     DOORS,
-    MANIFEST,
     SHARD,
     OpenManifest,
     check_refused,
     load_all,
     memory_limit,
-    refusal,
-    save_small,
-    seal,
     signed,
     small_state,
-    with_header,
 )
 
 LARGEST = (1 << 63) - 1
 SMALLEST = -(1 << 63)
 
 Attack = Callable[[OpenManifest], None]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small(tmp_path_factory.mktemp("saved") / "ckpt")
-
-
-@pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "ckpt"))
 
 
 def put(name: str, position: int, number: int) -> Attack:
@@ -372,99 +352,34 @@ ATTACKS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_a_hostile_manifest_is_refused_and_the_error_names_the_place(
-    attack: Attack, door: str, checkpoint: Path
-) -> None:
-    manifest = OpenManifest(checkpoint)
-    attack(manifest)
-    manifest.write()
-    with memory_limit():
-        check_refused(lambda: DOORS[door](checkpoint), *names_of(checkpoint))
-
-
 ALL = tuple(DOORS)
 WHOLE = ("load", "read_state_dict")
 BARE = ("read_state_dict",)
 
-# Every one of these is a defect: not refused, or only by an accident further on.
-BUGS: dict[str, tuple[Attack, tuple[str, ...], str]] = {
-    "a path through a file": (
-        texts("files.paths", ["__0_0.safetensors/inside"]),
-        ALL,
-        "NotADirectoryError comes through as it is",
-    ),
-    "a path too long for any file system": (
-        texts("files.paths", ["x" * 300]),
-        ALL,
-        "OSError (ENAMETOOLONG) comes through as it is",
-    ),
+# Seen only by those who ask for what these lie about.
+FOR_SOME: dict[str, tuple[Attack, tuple[str, ...]]] = {
+    "a path through a file": (texts("files.paths", ["__0_0.safetensors/inside"]), ALL),
+    "a path too long for any file system": (texts("files.paths", ["x" * 300]), ALL),
     "a tensor of 2^40 bytes without chunks": (
         no_chunks(1 << 38, 1),
         ("read_state_dict", "read_tensor"),
-        "memory for a tensor is allocated before its coverage is checked",
     ),
-    "padding that hides a huge shape": (
-        padding_of_bias(1 << 62, 0),
-        BARE,
-        "padding is not checked, and an extent of 0 there hides the volume",
-    ),
-    "padding that hides bytes outside of the file": (
-        padding_of_bias(1 << 16, 1 << 16),
-        BARE,
-        "padding is not checked, and a size of 0 there hides the bytes",
-    ),
-    "two chunks in one place and none in another": (
-        one_bias_chunk_twice,
-        WHOLE,
-        "only volumes are compared, so elements stay as they were in memory",
-    ),
-    "a file that is listed twice, larger the second time": (
-        same_file_twice(1 << 40),
-        WHOLE,
-        "the size of a file is checked for the first of its entries only; MemoryError",
-    ),
-    "bytes that two entries of one file share": (
-        same_bytes_through_two_entries,
-        WHOLE,
-        "overlaps are looked for by entry, and one path may have several",
-    ),
-    "an alias of other dimensions": (
-        alias_of_other_dims,
-        BARE,
-        "the ndims of an alias are not compared with its tensor's; KeyError",
-    ),
-    "no tensor of 2^62 dimensions": (endless_width, ALL, "numpy's ValueError comes through"),
-    "a version of 5000 digits": (note("version", "1" * 5000), ALL, "int() raises ValueError"),
-    "a quantised dtype": (
-        texts("tensors.dtype_names", ["qint32", "int64"]),
-        ("load",),
-        "dtypes that torch cannot fill are let through; NotImplementedError",
-    ),
-    "a position of 10^10 in a list": (
-        renamed_bias("a.9999999999", [1, -10]),
-        BARE,
-        "set_element extends a list to any length; MemoryError",
-    ),
-    "a negative position in a list": (
-        renamed_bias("a.-5", [1, -2]),
-        BARE,
-        "negative positions are let through; IndexError",
-    ),
-    "a position at the top": (
-        renamed_bias("1", [-1]),
-        BARE,
-        "a path may begin with a position; TypeError",
-    ),
-    "a path of no parts": (renamed_bias("a", []), BARE, "a path may be empty; IndexError"),
-    "a path of 2000 parts": (renamed_bias("a", [0] * 2000), BARE, "RecursionError"),
+    "padding that hides a huge shape": (padding_of_bias(1 << 62, 0), BARE),
+    "padding that hides bytes outside of the file": (padding_of_bias(1 << 16, 1 << 16), BARE),
+    "two chunks in one place and none in another": (one_bias_chunk_twice, WHOLE),
+    "a file that is listed twice, larger the second time": (same_file_twice(1 << 40), WHOLE),
+    "bytes that two entries of one file share": (same_bytes_through_two_entries, WHOLE),
+    "an alias of other dimensions": (alias_of_other_dims, BARE),
+    "no tensor of 2^62 dimensions": (endless_width, ALL),
+    "a version of 5000 digits": (note("version", "1" * 5000), ALL),
+    "a quantised dtype": (texts("tensors.dtype_names", ["qint32", "int64"]), ("load",)),
+    "a position of 10^10 in a list": (renamed_bias("a.9999999999", [1, -10]), BARE),
+    "a negative position in a list": (renamed_bias("a.-5", [1, -2]), BARE),
+    "a position at the top": (renamed_bias("1", [-1]), BARE),
+    "a path of no parts": (renamed_bias("a", []), BARE),
+    "a path of 2000 parts": (renamed_bias("a", [0] * 2000), BARE),
     **{
-        f"{name} as a table": (
-            two_dimensional(name),
-            WHOLE,
-            "whether a list is a list or a table is not checked; TypeError or ValueError",
-        )
+        f"{name} as a table": (two_dimensional(name), WHOLE)
         for name in (
             "tensors.dtypes",
             "tensors.ndims",
@@ -487,16 +402,12 @@ BUGS: dict[str, tuple[Attack, tuple[str, ...], str]] = {
 @pytest.mark.parametrize(
     ("attack", "door"),
     [
-        pytest.param(
-            attack,
-            door,
-            id=f"{name}-{door}",
-        )
-        for name, (attack, doors, reason) in BUGS.items()
+        pytest.param(attack, door, id=f"{name}-{door}")
+        for name, (attack, doors) in ({n: (a, ALL) for n, a in ATTACKS.items()} | FOR_SOME).items()
         for door in doors
     ],
 )
-def test_a_hostile_manifest_that_is_not_refused_yet(
+def test_a_hostile_manifest_is_refused_and_the_error_names_the_place(
     attack: Attack, door: str, checkpoint: Path
 ) -> None:
     manifest = OpenManifest(checkpoint)
@@ -531,209 +442,3 @@ def test_a_newer_version_is_refused_in_words_that_say_which(checkpoint: Path) ->
     for door in DOORS.values():
         text = check_refused(lambda door=door: door(checkpoint), "'7'")
         assert "reads version 1" in text
-
-
-HEADERS: dict[str, bytes] = {
-    "nothing": b"",
-    "less than a length": b"\0" * 7,
-    "only a length": b"\0" * 8,
-    "a header of 2^64 - 1 bytes": b"\xff" * 8 + b"{}",
-    "a header of 2^63 bytes": (1 << 63).to_bytes(8, "little") + b"{}",
-    "a header of 2^31 bytes": (1 << 31).to_bytes(8, "little") + b"{}",
-    "a header one byte longer than the file": (3).to_bytes(8, "little") + b"{}",
-    "an empty header": seal(with_header(b"")),
-    "a header that is a list": seal(with_header(b"[]")),
-    "a header that is a text": seal(with_header(b'"reshard"')),
-    "a header that is cut off": seal(with_header(b'{"a": ')),
-    "a header that is not UTF-8": seal(with_header(b'{"\xff\xfe": 1}')),
-    "a header with half a surrogate pair": seal(with_header(b'{"\\ud800": 1}')),
-    "a header nested in lists 100000 deep": seal(with_header(b'{"a":' + b"[" * 100_000)),
-    "a header nested in objects 100000 deep": seal(with_header(b'{"a":' * 100_000)),
-    "a shape nested 100000 deep": seal(
-        with_header(b'{"a":{"dtype":"U8","shape":' + b"[" * 100_000 + b"]" * 100_000 + b"}}")
-    ),
-    "notes nested 500 deep": seal(
-        with_header(b'{"__metadata__":' + b"[" * 500 + b"]" * 500 + b"}")
-    ),
-    "an entry that is a number": seal(with_header(b'{"a": 5}')),
-    "an entry that is a text": seal(with_header(b'{"a": "dtype"}')),
-    "an entry of nothing": seal(with_header(b'{"a": {}}')),
-    "a number that no machine holds": seal(
-        with_header(b'{"a":{"dtype":"U8","shape":[1' + b"0" * 5000 + b'],"data_offsets":[0,8]}}')
-    ),
-    "a page of HTML": b"<!DOCTYPE html><html>Sign in</html>" * 100,
-    "a pointer of git lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-    "a gzip file": b"\x1f\x8b\x08\0" + b"\0" * 60,
-    "a zip file": b"PK\3\4" + b"\0" * 60,
-}
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS.keys())
-def test_a_file_that_is_no_manifest_is_refused_and_named(
-    content: bytes, door: str, checkpoint: Path
-) -> None:
-    (checkpoint / MANIFEST).write_bytes(content)
-    with memory_limit():
-        check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-
-
-def test_a_name_twice_in_the_header_of_a_manifest_gives_nobody_two_columns(
-    checkpoint: Path,
-) -> None:
-    path = checkpoint / MANIFEST
-    length = int.from_bytes(path.read_bytes()[:8], "little")
-    raw_manifest = path.read_bytes()
-    text = raw_manifest[8 : 8 + length].rstrip()
-    again = b',"chunks.begins":{"dtype":"I64","shape":[2],"data_offsets":[0,16]}}'
-    path.write_bytes(seal(with_header(text[:-1] + again) + raw_manifest[8 + length : -8]))
-    check_refused(lambda: load_all(checkpoint), str(checkpoint))
-
-
-class _Bomb:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("door", DOORS)
-def test_a_pickle_in_place_of_the_manifest_is_never_run(
-    door: str, protocol: int, checkpoint: Path, tmp_path: Path
-) -> None:
-    trap = tmp_path / "executed"
-    bomb = pickle.dumps(_Bomb(trap), protocol=protocol)
-    (checkpoint / MANIFEST).write_bytes(bomb)
-    check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-    assert not trap.exists()
-    # The trap works: this is what a careless reader would do.
-    pickle.loads(bomb)
-    assert trap.exists()
-
-
-def test_a_checkpoint_of_dcp_is_called_by_its_name(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).write_bytes(pickle.dumps({"state_dict_metadata": {}}))
-    for door in DOORS.values():
-        reason = refusal(lambda door=door: door(checkpoint))
-        assert isinstance(reason, UnsupportedFormatError)
-        assert "torch.distributed.checkpoint" in str(reason)
-
-
-def test_pickled_planner_data_is_neither_run_nor_in_the_way(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    trap = tmp_path / "executed"
-    manifest = OpenManifest(checkpoint)
-    manifest.set_bytes("planner_data", b"VRSV1P" + pickle.dumps(_Bomb(trap)))
-    manifest.write()
-    assert load_all(checkpoint)["step"] == small_state()["step"]
-    assert reshard.read_state_dict(checkpoint)["step"] == small_state()["step"]
-    assert not trap.exists()
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("data", [b"VRSV1M\xc1", b"VRSV1X", b"V", b"Vgarbage", b"?", b"V\x80\4."])
-def test_planner_data_that_makes_no_sense_is_refused(
-    data: bytes, door: str, checkpoint: Path
-) -> None:
-    manifest = OpenManifest(checkpoint)
-    manifest.set_bytes("planner_data", data)
-    manifest.write()
-    check_refused(lambda: DOORS[door](checkpoint), "planner_data", str(checkpoint))
-
-
-def split_into_parts(checkpoint: Path, *names: str) -> None:
-    content = (checkpoint / MANIFEST).read_bytes()
-    (checkpoint / MANIFEST).unlink()
-    for name in names:
-        (checkpoint / name).write_bytes(content)
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_parts_of_which_one_is_missing_are_no_checkpoint(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-3.0", ".metadata.2-of-3.0")
-    text = check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-    assert "1 did not finish, rank 1 among them" in text
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_parts_of_two_saves_are_refused(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-1.0", ".metadata.0-of-2.0", ".metadata.1-of-2.0")
-    check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_parts_of_ranks_that_there_cannot_be_are_refused(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.5-of-2.0", ".metadata.6-of-2.0")
-    check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_a_part_of_endless_ranks_costs_nothing(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-1000000000000.0")
-    with memory_limit(256 << 20):
-        check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-
-
-@pytest.mark.parametrize("name", [MANIFEST, SHARD])
-@pytest.mark.parametrize("door", DOORS)
-def test_a_directory_in_place_of_a_file_is_refused(door: str, name: str, checkpoint: Path) -> None:
-    (checkpoint / name).unlink()
-    (checkpoint / name).mkdir()
-    if name == SHARD:
-        manifest = OpenManifest(checkpoint)
-        size = (checkpoint / name).stat().st_size
-        manifest.set_ints("files.nbytes", [max(size, 8192)])
-        manifest.write()
-        if size < 8192:
-            for number in range(300):
-                (checkpoint / name / f"{number:0200}").touch()
-            manifest.set_ints("files.nbytes", [(checkpoint / name).stat().st_size])
-            manifest.write()
-    check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-
-
-@pytest.mark.parametrize("name", [MANIFEST, SHARD])
-def test_a_named_pipe_in_place_of_a_file_does_not_hang(name: str, checkpoint: Path) -> None:
-    (checkpoint / name).unlink()
-    os.mkfifo(checkpoint / name)
-    refusals: list[BaseException] = []
-
-    def read() -> None:
-        refusals.append(refusal(lambda: load_all(checkpoint)))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(0.5)
-    hangs = thread.is_alive()
-    if hangs:
-        # Let it go: a writer that comes and leaves again.
-        os.close(os.open(checkpoint / name, os.O_RDWR | os.O_NONBLOCK))
-        thread.join(5)
-    assert not hangs
-    assert refusals
-
-
-def test_a_link_in_place_of_a_shard_file_is_followed_but_its_bytes_are_checked(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    shard = checkpoint / SHARD
-    elsewhere = tmp_path / "elsewhere"
-    shard.rename(elsewhere)
-    shard.symlink_to(elsewhere)
-    assert load_all(checkpoint)["step"] == small_state()["step"]
-    elsewhere.write_bytes(b"s" * elsewhere.stat().st_size)
-    check_refused(lambda: load_all(checkpoint), SHARD)
-    elsewhere.write_bytes(b"secret")
-    check_refused(lambda: load_all(checkpoint), SHARD)
-
-
-@pytest.mark.parametrize("name", [MANIFEST, SHARD])
-def test_links_in_a_loop_are_refused(name: str, checkpoint: Path) -> None:
-    (checkpoint / name).unlink()
-    (checkpoint / name).symlink_to(checkpoint / name)
-    check_refused(lambda: load_all(checkpoint), str(checkpoint))
