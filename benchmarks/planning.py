@@ -2,7 +2,9 @@
 
 `make bench-planning` prints a table and writes docs/benchmarks/planning.json. Each system
 plans in a process of its own, fed with the plans of all ranks as a coordinator would
-receive them, so that time and memory are those of planning alone.
+receive them, so that time and memory are those of planning alone. What takes seconds is done
+several times, and the best run counts: memory that the machine has just got back from another
+process is slow at first.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from reshard.planning.packing import pack_array, pack_compressed
 
 ROWS_PER_RANK, COLUMNS = 8, 512
 PLANNING = ("decode plans", "global plan", "encode answers", "encode manifest")
+MOST_RUNS, RUN_AGAIN_SECONDS = 5, 20.0
 HERE = Path(__file__)
 RESULT = HERE.parent.parent / "docs" / "benchmarks" / "planning.json"
 
@@ -291,9 +294,18 @@ def compare(ranks: int, n_tensors: int, box: Path) -> dict[str, dict[str, float]
     for system in ("dcp", "reshard"):
         messages = box / f"{system}.messages"
         run_apart("gather", system, str(ranks), str(n_tensors), str(messages))
-        results[system] = run_apart("coordinate", system, str(messages))
+        results[system] = coordinate_again(system, messages)
         messages.unlink()
     return results
+
+
+def coordinate_again(system: str, messages: Path) -> dict[str, float]:
+    """The best of several runs, as far as they fit into a few seconds; one in any case."""
+    began = time.perf_counter()
+    runs = [run_apart("coordinate", system, str(messages))]
+    while len(runs) < MOST_RUNS and time.perf_counter() - began < RUN_AGAIN_SECONDS:
+        runs.append(run_apart("coordinate", system, str(messages)))
+    return min(runs, key=lambda run: run["whole save"])
 
 
 def main(n_ranks: int, n_tensors: int) -> None:
