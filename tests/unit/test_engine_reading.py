@@ -42,6 +42,7 @@ class CountingReader:
         self.resident = resident
         self.calls: list[tuple[int, int]] = []
         self.filled: list[tuple[int, int]] = []
+        self.looks: list[tuple[int, int]] = []
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +58,8 @@ class CountingReader:
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:
         assert offset + nbytes <= len(self.content), "a look beyond the file"
+        if self.resident:
+            self.looks.append((offset, nbytes))
         return memoryview(self.content)[offset : offset + nbytes] if self.resident else None
 
     def close(self) -> None:
@@ -285,14 +288,19 @@ def test_full_verification_finds_any_changed_byte_whatever_part_is_wanted(
     ],
     ids=str,
 )
+@pytest.mark.parametrize("resident", [False, True])
 def test_full_verification_reads_a_chunk_once(
-    offsets: tuple[int, int], lengths: tuple[int, int]
+    offsets: tuple[int, int], lengths: tuple[int, int], resident: bool
 ) -> None:
     chunk = numbered((40, 10), torch.float32)
-    reader = CountingReader(bytes_of(chunk), resident=True)
+    reader = CountingReader(bytes_of(chunk), resident)
     request = make_request(chunk, offsets, torch.zeros(lengths))
     read_regions({"file": reader}, [request], Verify.FULL, 1, "here")
-    assert sum(count for _, count in reader.calls) == chunk.nbytes
+    seen = [*reader.calls, *reader.looks]
+    assert sum(count for _, count in seen) == chunk.nbytes
+    # In order, so that it can be hashed on the way.
+    if not (reader.calls and reader.looks):
+        assert seen == sorted(seen)
     low, high = offsets, [a + b for a, b in zip(offsets, lengths, strict=True)]
     assert torch.equal(request.target, chunk[low[0] : high[0], low[1] : high[1]])
 

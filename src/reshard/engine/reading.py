@@ -275,12 +275,17 @@ class _Job:
         self._verified.add((request.file, request.begin))
 
     def _hash(self, request: Request, begin: int, end: int, hasher: Any) -> None:
-        """Read bytes of a chunk for its checksum alone."""
-        for position in range(begin, end, _HASHED_PIECE_BYTES):
-            nbytes = min(_HASHED_PIECE_BYTES, end - position)
-            piece = byte_view(self._staging().take(nbytes))
-            self._readers[request.file].read_into(request.begin + position, [piece])
+        """Look at bytes of a chunk for its checksum alone."""
+        reader = self._readers[request.file]
+        position = begin
+        while position < end:
+            piece = reader.view(request.begin + position, min(_VIEW_BYTES, end - position))
+            if piece is None:
+                nbytes = min(_HASHED_PIECE_BYTES, end - position)
+                piece = byte_view(self._staging().take(nbytes))
+                reader.read_into(request.begin + position, [piece])
             hasher.update(piece)
+            position += len(piece)
 
     def _in(self, request: Request) -> str:
         return f"{request.file!r} of {self._where}"
@@ -395,29 +400,48 @@ class _Filler:
         target: torch.Tensor,
     ) -> None:
         """Rows of which a part is wanted: read whole, as many as fit the buffer."""
-        row_shape = self._shape[dim + 1 :]
         begin = self._request.begin + self._first_row(dim, offsets)
+        # What is hashed is copied out of the cache afterwards, so it has to fit.
         most_bytes = _STAGING_BYTES if self._hasher is None else _HASHED_ROWS_BYTES
-        leading = (1,) * dim
+        most = max(1, most_bytes // row_bytes)
         row = 0
         while row < lengths[dim]:
             at = begin + row * row_bytes
             count = min(max(1, _VIEW_BYTES // row_bytes), lengths[dim] - row)
-            rows = self._view(at, count * row_bytes)
-            if rows is None:
-                count = min(max(1, most_bytes // row_bytes), count)
-                rows = self._stage(at, count * row_bytes)
-            rows = rows.view(*leading, count, *row_shape)
-            for inner in range(dim + 1, len(lengths)):
-                if lengths[inner] != self._shape[inner]:
-                    rows = rows.narrow(inner, offsets[inner], lengths[inner])
-            target.narrow(dim, row, count).copy_(rows)
-            row += count
+            viewed = self._view(at, count * row_bytes)
+            if viewed is None:
+                count = min(most, count)
+                parts = [self._stage(at, count * row_bytes)]
+            elif self._hasher is None:
+                parts = [viewed]
+            else:
+                step = most * row_bytes // self._itemsize
+                parts = [viewed[i : i + step] for i in range(0, viewed.numel(), step)]
+            for part in parts:
+                if viewed is not None and self._hasher is not None:
+                    self._hasher.update(byte_view(part))
+                row += self._copy_rows(dim, row, part, offsets, lengths, target)
+
+    def _copy_rows(
+        self,
+        dim: int,
+        row: int,
+        rows: torch.Tensor,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
+        target: torch.Tensor,
+    ) -> int:
+        """Copy what is wanted of some rows; how many they are."""
+        rows = rows.view(*(1,) * dim, -1, *self._shape[dim + 1 :])
+        count = rows.shape[dim]
+        for inner in range(dim + 1, len(lengths)):
+            if lengths[inner] != self._shape[inner]:
+                rows = rows.narrow(inner, offsets[inner], lengths[inner])
+        target.narrow(dim, row, count).copy_(rows)
+        return count
 
     def _view(self, begin: int, nbytes: int) -> torch.Tensor | None:
-        """Bytes of the file as elements, if they are in memory already and only looked at once."""
-        if self._hasher is not None:
-            return None
+        """Bytes of the file as elements, if they are in memory already."""
         view = self._reader.view(begin, nbytes)
         if view is None or begin % self._itemsize:
             return None

@@ -21,6 +21,7 @@ _MOST_BUFFERS = 1024
 """How many buffers one call of preadv and pwritev takes (IOV_MAX on Linux)."""
 
 _SYNC_FILE_RANGE_WRITE = 2
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class LocalStore:
@@ -182,19 +183,22 @@ class _LocalReader(_LocalFile):
         A page that has to be fetched can fail to be, which in a mapping ends the process
         with SIGBUS; `read_into` raises an error instead.
         """
-        begin = offset - offset % mmap.PAGESIZE
         end = offset + nbytes
         if self._system is not os or nbytes == 0 or end > self.nbytes:
             return None
+        # From one huge page to another: such are mapped as one, if the file lies in them.
+        begin = offset - offset % _HUGE_PAGE_BYTES
+        whole = min(-(-end // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, self.nbytes) - begin
         # Private, so that it counts as writable, which torch asks of memory; nobody writes.
         mapping = mmap.mmap(
             self._descriptor,
-            end - begin,
+            whole,
             flags=mmap.MAP_PRIVATE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
             offset=begin,
         )
-        return memoryview(mapping)[offset - begin :] if _is_resident(mapping) else None
+        view = memoryview(mapping)[offset - begin : end - begin]
+        return view if _is_resident(view) else None
 
     def _cut_short(self, offset: int) -> OSError:
         return OSError(
@@ -204,18 +208,18 @@ class _LocalReader(_LocalFile):
         )
 
 
-def _is_resident(mapping: mmap.mmap) -> bool:
-    """Whether all pages of a mapping are in the page cache."""
+def _is_resident(view: memoryview) -> bool:
+    """Whether all pages of a part of a mapping are in the page cache."""
     mincore = _mincore()
     if mincore is None:
         return False
-    first = ctypes.c_ubyte.from_buffer(mapping)
-    found = bytearray(-(-len(mapping) // mmap.PAGESIZE))
-    flags = (ctypes.c_ubyte * len(found)).from_buffer(found)
-    answered = mincore(ctypes.addressof(first), len(mapping), flags) == 0
-    del first, flags
+    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    begin = address - address % mmap.PAGESIZE
+    nbytes = address + len(view) - begin
+    found = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
+    answered = mincore(begin, nbytes, found.ctypes.data) == 0
     # Only the lowest bit of each entry has a meaning.
-    return answered and bool((np.frombuffer(found, dtype=np.uint8) & 1).all())
+    return answered and bool((found & 1).all())
 
 
 @cache
