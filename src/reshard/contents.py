@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from reshard.planner import WriteItem
 from reshard.planning.columns import DTYPE_CODES, DTYPES, Ints
 from reshard.sequences import LazyList
 from reshard.storage import StorageInfo, WriteResult
-from reshard.tensors.flatten import PathMap
+from reshard.tensors.flatten import IntKey, PathMap
 
 __all__ = [
     "Placement",
@@ -39,6 +40,9 @@ __all__ = [
     "to_manifest",
     "to_metadata",
 ]
+
+
+logger = logging.getLogger(__name__)
 
 
 class WrittenFile(NamedTuple):
@@ -62,6 +66,15 @@ class Placement:
     pickled: Ints
 
 
+@dataclass(frozen=True)
+class PlacedResult(WriteResult):
+    """What became of one item, with all that the manifest says of it."""
+
+    file: WrittenFile
+    checksum: int
+    pickled: int
+
+
 class WriteResults(LazyList[WriteResult]):
     """What became of the items of a plan, kept as columns."""
 
@@ -76,9 +89,16 @@ class WriteResults(LazyList[WriteResult]):
     def _make_one(self, position: int) -> WriteResult:
         placement = self.placement
         nbytes = int(placement.nbytes[position])
-        path = placement.files[int(placement.file_ids[position])].path
-        info = StorageInfo(path, int(placement.begins[position]), nbytes)
-        return WriteResult(self.items[position].index, nbytes, info)
+        file = placement.files[int(placement.file_ids[position])]
+        info = StorageInfo(file.path, int(placement.begins[position]), nbytes)
+        return PlacedResult(
+            self.items[position].index,
+            nbytes,
+            info,
+            file,
+            int(placement.checksums[position]),
+            int(placement.pickled[position]),
+        )
 
 
 def to_manifest(
@@ -101,13 +121,12 @@ def to_manifest(
     ids = {**tensor_ids, **value_ids}
     known: dict[int, Ints] = {}
     for result in results:
-        if not isinstance(result, WriteResults) or not result.untouched:
-            raise CheckpointException(
-                "finish() got results that this storage did not make. A subclass that overrides "
-                "write_data must hand on what the base class returned"
-            )
-        placement = result.placement
-        targets = _rows_of(result.items, ids, first_rows, known)
+        if isinstance(result, WriteResults) and result.untouched:
+            placement = result.placement
+            targets = _rows_of(result.items, ids, first_rows, known)
+        else:
+            placement = _placement_of(result)
+            targets = _rows_of_results(result, metadata, ids, first_rows)
         rows[targets, 0] = placement.file_ids + len(files)
         rows[targets, 1] = placement.begins
         rows[targets, 2] = placement.nbytes
@@ -123,6 +142,42 @@ def to_manifest(
             "or the storage left items out"
         )
     return _assemble(metadata, table, rows, files, values, notes)
+
+
+def _placement_of(results: Sequence[WriteResult]) -> Placement:
+    """Where things were written, according to results that somebody has looked at."""
+    placed = [result for result in results if isinstance(result, PlacedResult)]
+    if len(placed) != len(results):
+        raise CheckpointException(
+            "finish() got results that this storage did not make. A subclass that overrides "
+            "write_data must hand on what the base class returned"
+        )
+    files = list(dict.fromkeys(result.file for result in placed))
+    number = {file: position for position, file in enumerate(files)}
+    columns = [
+        (number[r.file], r.storage_data.offset, r.storage_data.length, r.checksum, r.pickled)
+        for r in placed
+    ]
+    return Placement(files, *np.array(columns, dtype=np.int64).reshape(len(placed), 5).T)
+
+
+def _rows_of_results(
+    results: Sequence[WriteResult], metadata: Metadata, ids: Mapping[str, int], first_rows: Ints
+) -> Ints:
+    """The row of each result in the table of chunks and values."""
+    chunks: dict[str, dict[tuple[int, ...], int]] = {}
+    rows = []
+    for result in results:
+        name, offset = result.index.fqn, result.index.offset
+        entry = metadata.state_dict_metadata[name]
+        row = 0
+        if isinstance(entry, TensorStorageMetadata):
+            if name not in chunks:
+                places = enumerate(entry.chunks)
+                chunks[name] = {tuple(chunk.offsets): place for place, chunk in places}
+            row = chunks[name][tuple(offset or (0,) * len(entry.size))]
+        rows.append(first_rows[ids[name]] + row)
+    return np.array(rows, dtype=np.int64)
 
 
 def _rows_of(
@@ -170,7 +225,7 @@ def _assemble(
     shapes = np.ones((len(names), width), dtype=np.int64)
     shapes[: len(table.names)] = table.chunks.shapes
     for name in aliases:
-        shapes[position[name]] = shapes[position[tensors[name].alias_of or name]]
+        shapes[position[name]] = shapes[position[str(tensors[name].alias_of)]]
     return Manifest(
         files=[file.path for file in files],
         file_sizes=np.array([file.nbytes for file in files], dtype=np.int64),
@@ -182,7 +237,8 @@ def _assemble(
         ndims=np.array([len(tensors[name].size) for name in names], dtype=np.int64),
         shapes=shapes,
         aliases=np.array(
-            [position.get(tensors[name].alias_of or "", -1) for name in names], dtype=np.int64
+            [-1] * len(table.names) + [position[str(tensors[name].alias_of)] for name in aliases],
+            dtype=np.int64,
         ),
         chunk_starts=np.concatenate(
             [table.chunks.starts, np.full(len(aliases), n_chunks, dtype=np.int64)]
@@ -210,9 +266,27 @@ def _pack_planner_data(data: Any) -> bytes:
     """How names nest, or what a planner of the user's keeps there."""
     if data is None:
         return b""
-    if type(data) is PathMap:
+    if type(data) is PathMap and data.is_regular:
         return _PATHS + data.pack()
-    return _VALUE + encode_value(data)
+    encoded = encode_value(_without_own_types(data))
+    if is_pickled(encoded):
+        logger.warning(
+            "the planner_data of the checkpoint, a %s, can only be stored as a pickle, which a "
+            "reader leaves closed unless it allows pickles",
+            type(data).__name__,
+        )
+    return _VALUE + encoded
+
+
+def _without_own_types(data: Any) -> Any:
+    """What users may have put paths of ours into, with plain dicts and texts in their place."""
+    if isinstance(data, IntKey):
+        return str(data)
+    if type(data) in (dict, PathMap):
+        return {_without_own_types(k): _without_own_types(v) for k, v in data.items()}
+    if type(data) in (list, tuple):
+        return type(data)(map(_without_own_types, data))
+    return data
 
 
 def _unpack_planner_data(data: bytes, where: str, allow_pickle: bool) -> Any:

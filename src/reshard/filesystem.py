@@ -355,6 +355,7 @@ class FileSystemReader(StorageReader):
         self.allow_pickle = allow_pickle
         self.thread_count = thread_count
         self.storage_data: Any = None
+        self._table: StorageTable | None = None
         self.is_coordinator = False
         self.load_id = str(uuid.uuid4())
         self.bytes_read = 0
@@ -388,12 +389,22 @@ class FileSystemReader(StorageReader):
             save_id=manifest.notes.get("save_id"),
             load_id=self.load_id,
         )
+        self._table = metadata.storage_data
         return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        self.storage_data = metadata.storage_data
+        given, own = metadata.storage_data, self._table
+        if not isinstance(given, StorageTable) and given is not None:
+            if own is None or dict(own) != dict(given):
+                raise CheckpointException(
+                    f"{type(self).__name__} got storage_data that it did not make: hand on what "
+                    "read_metadata of the base class returned. To load under other names, pass "
+                    "rename to load"
+                )
+            given = own
+        self.storage_data = given
         self.is_coordinator = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -216,5 +216,6 @@ def plan_fingerprint(plan: SavePlan) -> bytes:
     digest = xxhash.xxh3_128(pack_schema(columns.schema))
     digest.update(pack_placement(columns))
     if isinstance(plan.planner_data, PathMap):
-        digest.update(plan.planner_data.pack())
+        paths = plan.planner_data
+        digest.update(paths.pack() if paths.is_regular else repr([*paths.items()]).encode())
     return digest.digest()

@@ -9,9 +9,11 @@ import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.api import CheckpointException, PlanError, StalePlanError
 from reshard.checkpoint_files import read_manifest
+from reshard.columnar.writes import WriteItems
 from reshard.contents import StorageTable, to_metadata
 from reshard.coordination.channel import Channel, agree
 from reshard.coordination.plan_wire import (
@@ -186,12 +188,18 @@ class SaveOperation:
         final = self.planner.finish_plan(self.answer)
         writes = self.writer.write_data(final, self.planner)
         writes.wait()
-        return encode_results(writes.value(), as_answered=self._as_answered(final))
+        results = writes.value()
+        return encode_results(results, as_answered=self._as_answered(final, results))
 
-    def _as_answered(self, final: SavePlan) -> bool:
-        """Whether the coordinator knows the items of `final` without being told."""
+    def _as_answered(self, final: SavePlan, results: Any) -> bool:
+        """Whether the coordinator knows the items of `results` without being told."""
+        items = getattr(results, "items", None)
+        if not (isinstance(items, WriteItems) and items.untouched):
+            return False
         if self.answer.usable:
-            return final.items is self.answer.items
+            return items is self.answer.items
+        if items is not final.items:
+            return False
         mine = type(self.planner)
         return (
             isinstance(self.planner, DefaultSavePlanner)

@@ -44,6 +44,7 @@ from reshard.per_rank import PerRank, choose_rank_values
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
 from reshard.planning.columns import Bools
+from reshard.save_operation import refuse_dcp
 from reshard.stateful import Stateful as Stateful
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, takes_any_keyword
@@ -349,6 +350,14 @@ class _Load:
         self.plan: LoadPlan
 
     def run(self) -> LoadReport:
+        with contextlib.ExitStack() as undo:
+            if isinstance(self.planner, DefaultLoadPlanner):
+                undo.enter_context(_settings(self.planner))
+                if isinstance(self.reader, FileSystemReader):
+                    self.planner.allow_pickle |= self.reader.allow_pickle
+            return self._run()
+
+    def _run(self) -> LoadReport:
         # States are asked for, and given back, only when no rank can fail for another reason:
         # both may communicate, and would wait for the rank that failed.
         self.channel.gather_scatter("open", self.open, agree)
@@ -362,6 +371,7 @@ class _Load:
         return self.report
 
     def open(self) -> bytes:
+        refuse_dcp(self.planner, self.reader)
         backlog().settle(place_of(self.reader))
         self.metadata = self._read_metadata()
         return b"load"

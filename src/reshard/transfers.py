@@ -193,7 +193,8 @@ class ShardFiles:
             self.readers[path] = self.store.open_reader(path)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
-                f"the checkpoint at {where} lacks its file {path!r}"
+                f"the checkpoint at {where} lacks its file {path!r}. If it was overwritten "
+                "meanwhile, load it again"
             ) from error
         except OSError as error:
             raise CorruptCheckpointError(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard
-from reshard.api import CheckpointNotFoundError
+from reshard.api import CheckpointExistsError, CheckpointNotFoundError
 from reshard.default_planner import PlanCache
 from support.background import wait_until
 from support.ranks import run_ranks
@@ -335,10 +335,13 @@ def test_overwrite_false_respects_a_checkpoint_in_parts(tmp_path: Path) -> None:
     reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, use_collectives=False)
     writer = reshard.FileSystemWriter(tmp_path, overwrite=False)
     for use_collectives in (True, False):
-        with pytest.raises(reshard.CheckpointException, match="already, and overwrite=False"):
+        with pytest.raises(
+            reshard.CheckpointException, match=r"already exists at .*, and overwrite=False"
+        ) as caught:
             reshard.save(
                 {"w": torch.zeros(2)}, storage_writer=writer, use_collectives=use_collectives
             )
+        assert isinstance(caught.value.failures[0][0], CheckpointExistsError)
     assert reshard.read_tensor(tmp_path, "w").tolist() == [1.0, 1.0]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from reshard.api import CheckpointException
 from reshard.columnar.reads import ReadItems, pack_read_columns, read_columns, unpack_read_columns
 from reshard.columnar.writes import WriteItems, write_columns
 from reshard.contents import Placement, WriteResults, WrittenFile
@@ -172,7 +173,7 @@ def _encode_data(data: Any) -> tuple[int, bytes]:
         return _BYTES, data
     if type(data) is str:
         return _TEXT, data.encode()
-    if type(data) is PathMap:
+    if type(data) is PathMap and data.is_regular:
         return _PATHS, zlib.compress(data.pack(), 1)
     return _PICKLE, pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -196,7 +197,7 @@ def _decode_data(data: Sequence[Any], shared: dict[bytes, Any]) -> Any:
 def encode_results(results: Sequence[WriteResult], as_answered: bool) -> bytes:
     """What became of a plan. With `as_answered`, its items are those that were sent back."""
     if not isinstance(results, WriteResults) or not results.untouched:
-        return msgspec.msgpack.encode((None, pickle.dumps(list(results)), None))
+        return msgspec.msgpack.encode((None, pickle.dumps(list(results)), 0, None))
     placement = results.placement
     numbers = np.stack(
         (
@@ -212,19 +213,24 @@ def encode_results(results: Sequence[WriteResult], as_answered: bool) -> bytes:
     if not as_answered:
         columns = write_columns(results.items)
         items = pack_schema(columns.schema), pack_placement(columns)
-    return msgspec.msgpack.encode((placement.files, pack_array(numbers), items))
+    return msgspec.msgpack.encode((placement.files, pack_array(numbers), len(numbers), items))
 
 
 def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResult]:
     """The results of a rank whose final plan had `items`."""
-    files, numbers, own_items = msgspec.msgpack.decode(encoded)
+    files, numbers, count, own_items = msgspec.msgpack.decode(encoded)
     if files is None:
         results: list[WriteResult] = pickle.loads(numbers)
         return results
     if own_items is not None:
         schema, placement = own_items
         items = WriteItems(unpack_placement(placement, unpack_schema(schema)))
-    table = unpack_array(numbers, len(items))
+    if len(items) != count:
+        raise CheckpointException(
+            f"a rank wrote {count} items, but its plan has {len(items)}: a planner or storage of "
+            "its own changed the plan without saying so"
+        )
+    table = unpack_array(numbers, count)
     file_ids, begins, nbytes, checksums, pickled = table.T
     written = [WrittenFile(*file) for file in files]
     where = Placement(written, file_ids, begins, nbytes, checksums, pickled)

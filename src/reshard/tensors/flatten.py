@@ -19,6 +19,7 @@ from reshard.api import StateDictError
 from reshard.tensors.shards import HeldShards
 
 __all__ = [
+    "IntKey",
     "PathMap",
     "Rules",
     "StatePath",
@@ -54,8 +55,16 @@ class Rules(Enum):
 class PathMap(dict[str, StatePath]):
     """Flat names to paths. Pickles as a few bytes per name."""
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether each name is its path, joined with dots. Planners may put others in."""
+        return all(
+            isinstance(path, tuple) and name == ".".join(map(str, path))
+            for name, path in self.items()
+        )
+
     def pack(self) -> bytes:
-        """These paths in a deterministic, compact form."""
+        """These paths in a deterministic, compact form, if they are regular."""
         # A path is its name cut into pieces: only the lengths need to be stored,
         # negative for positions in a list, with a mark for keys that were integers.
         return msgspec.msgpack.encode((list(self), [_cuts(path) for path in self.values()]))
@@ -66,6 +75,8 @@ class PathMap(dict[str, StatePath]):
         return cls(zip(names, map(_path, names, cuts), strict=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not self.is_regular:
+            return PathMap, (dict(self),)
         return _unpack_compressed, (zlib.compress(self.pack(), 1),)
 
 
