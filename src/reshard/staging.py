@@ -87,7 +87,7 @@ class Buffer:
 
     def prepare(self, plan: Survey, pinned: bool) -> Layout:
         """Make room for a state dict, unless there is room already."""
-        if self.layout is not None and self.layout.form == plan.form:
+        if self.layout is not None and self.layout.form == plan.form and self.layout.is_in_place():
             return self.layout
         layout = Layout(plan)
         if self.segment is None or self.segment.nbytes < layout.nbytes:
@@ -126,17 +126,21 @@ class Staged(dict[str, Any]):
 class Lease:
     """A buffer that was lent to one staged state dict.
 
-    It ends with the stager that asked for it. A save that needs it for longer calls `keep`,
-    and then has to release it.
+    It ends with the stager that asked for it, and with the last save that keeps it.
     """
 
     def __init__(self, pool: StagingPool, buffer: Buffer, staged: Staged) -> None:
         self.buffer = buffer
+        self.begin, self.end_of_memory = 0, 0
+        if buffer.segment is not None:
+            self.begin, self.end_of_memory = buffer.segment.begin, buffer.segment.end
         self._pool = pool
         # Not held here: whether anybody else holds it is what `end` asks.
         self._staged = weakref.ref(staged)
-        self._kept = False
-        self._is_over = False
+        self._lock = threading.Lock()
+        self._keepers = 0
+        self.is_over = False
+        self.was_given_back = False
 
     @property
     def segment(self) -> Segment:
@@ -144,28 +148,48 @@ class Lease:
             raise RuntimeError("the memory of this staged state dict was given back")
         return self.buffer.segment
 
+    def holds(self, address: int) -> bool:
+        return self.begin <= address < self.end_of_memory
+
     def keep(self) -> None:
-        self._kept = True
+        """Make it last, if it has not ended, until `release` is called as often."""
+        with self._lock:
+            self._keepers += 1
 
     def release(self) -> None:
-        """Let the memory be used again. Harmless if that was said before."""
-        if not self._is_over:
-            self._is_over = True
-            staged = self._staged()
-            if staged is not None:
-                # What it held would be overwritten by the next save, and keep memory alive.
-                staged.clear()
-            self._pool.release(self.buffer)
+        """Let the memory be used again, unless others keep it. Harmless if it is already."""
+        with self._lock:
+            self._keepers -= 1
+            if self.is_over or self._keepers > 0:
+                return
+            self.is_over = self.was_given_back = True
+        staged = self._staged()
+        if staged is not None:
+            # What it held would be overwritten by the next save, and keep memory alive.
+            staged.clear()
+        self._pool.release(self.buffer)
 
     def end(self) -> None:
         """The stager needs it no more. Memory that somebody still looks at is left to them."""
-        if self._kept or self._is_over:
-            return
+        with self._lock:
+            if self.is_over or self._keepers > 0:
+                return
+            self.is_over = True
         if self.buffer.layout is not None and self.buffer.layout.is_held():
-            self._is_over = True
             self._pool.abandon(self.buffer)
         else:
-            self.release()
+            self._pool.release(self.buffer)
+
+
+class _LastLease:
+    """The last lease of a stager, which ends at the latest when the stager does."""
+
+    lease: Lease | None = None
+
+    def end(self) -> None:
+        lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.end()
 
 
 class StagingPool:
@@ -219,11 +243,7 @@ class StagingPool:
         with self._mine():
             lent = list(self._lent.values())
         addresses = addresses_in(state_dict) if lent else []
-        return [
-            lease
-            for lease in lent
-            if any(lease.segment.begin <= address < lease.segment.end for address in addresses)
-        ]
+        return [lease for lease in lent if any(map(lease.holds, addresses))]
 
     def release(self, buffer: Buffer) -> None:
         """Let a buffer be used again."""
@@ -320,14 +340,19 @@ class DefaultStager(AsyncStager):
         self._config = config
         self._thread: ThreadPoolExecutor | None = None
         self._staging: Future[STATE_DICT_TYPE] | None = None
-        self._last: Lease | None = None
+        self._last = _LastLease()
+        # Who forgets to close a stager does not lose the memory.
+        weakref.finalize(self, self._last.end).atexit = False
+        self._pid = os.getpid()
 
     def stage(
         self, state_dict: STATE_DICT_TYPE, **kwargs: Any
     ) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
         if not self._config.use_async_staging:
             return self._stage(state_dict)
-        if self._thread is None:
+        if self._thread is None or self._pid != os.getpid():
+            # A thread does not come along into a forked child.
+            self._pid = os.getpid()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-staging")
         # So that it does not hold on to what was staged before.
         self._staging = None
@@ -335,20 +360,15 @@ class DefaultStager(AsyncStager):
         return self._staging
 
     def _stage(self, state_dict: STATE_DICT_TYPE) -> Staged:
-        self._forget()
+        self._last.end()
         cuda = torch.cuda.is_available()
         staged = staging_pool().stage(
             state_dict,
             pinned=self._config.use_pinned_memory and cuda,
             non_blocking=self._config.use_non_blocking_copy and cuda,
         )
-        self._last = staged.lease
+        self._last.lease = staged.lease
         return staged
-
-    def _forget(self) -> None:
-        if self._last is not None:
-            self._last.end()
-        self._last = None
 
     def synchronize_staging(self) -> None:
         """Block until the last `stage` is done."""
@@ -361,7 +381,7 @@ class DefaultStager(AsyncStager):
             self._thread.shutdown(wait=True)
             self._thread = None
         self._staging = None
-        self._forget()
+        self._last.end()
 
 
 class BlockingAsyncStager(DefaultStager):

@@ -455,6 +455,7 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "a tensor": lambda staged: staged["w"],
     "a view": lambda staged: staged["w"][2:].view(4, 1),
     "an array": lambda staged: staged["w"].numpy(),
+    "a storage": lambda staged: staged["w"].untyped_storage(),
     "a tensor that shares memory": lambda staged: staged["part"],
     "a parameter": lambda staged: torch.nn.Parameter(staged["w"]),
 }
@@ -479,6 +480,53 @@ def test_what_was_staged_stays_for_as_long_as_somebody_holds_it(
     assert str(held) == str(before)
     # What nobody holds is used again.
     assert len(process_pool.segment_numbers()) == 1
+
+
+def test_a_dict_without_tensors_stays_as_well(process_pool: StagingPool) -> None:
+    stager = BlockingAsyncStager()
+    held = stager.stage({"step": 1, "meta": torch.empty(2, device="meta")})
+    stager.stage({"step": 2})
+    assert held["step"] == 1
+    assert process_pool.nbytes <= 2
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_stagers_that_nobody_closes_lose_no_memory(
+    in_thread: bool, process_pool: StagingPool
+) -> None:
+    for _ in range(5):
+        stager = DefaultStager(StagingOptions(use_async_staging=in_thread))
+        found = stager.stage(LARGE)
+        if isinstance(found, Future):
+            found.result()
+        del stager, found
+        gc.collect()
+    assert process_pool.nbytes <= LARGE["w"].nbytes
+
+
+def test_memory_that_several_saves_keep_lasts_until_the_last_is_done(pool: StagingPool) -> None:
+    staged = pool.stage(SMALL)
+    staged.lease.keep()
+    staged.lease.keep()
+    staged.lease.release()
+    staged.lease.end()
+    other = pool.stage(plus(SMALL, 5))
+    assert staged["w"].tolist() == [0, 1, 2, 3]
+    staged.lease.release()
+    assert (dict(staged), staged.lease.was_given_back) == ({}, True)
+    assert other["w"].tolist() == [5, 6, 7, 8]
+    assert pool.stage(SMALL).lease.buffer is staged.lease.buffer
+
+
+def test_copies_that_torch_moved_to_another_memory_are_made_anew(pool: StagingPool) -> None:
+    weight = torch.ones(4)
+    for number in (1.0, 2.0, 3.0):
+        weight.fill_(number)
+        staged = pool.stage({"w": weight, "part": weight[1:]})
+        assert [staged["w"].tolist(), staged["part"].tolist()] == [[number] * 4, [number] * 3]
+        # As a queue of torch.multiprocessing does with what is put into it.
+        staged["w"].share_memory_()
+        staged.release()
 
 
 def test_a_staged_dict_is_copied_and_pickled_as_a_dict(process_pool: StagingPool) -> None:

@@ -65,6 +65,7 @@ class BackgroundSave:
         self.staging: Future[None] | None = None
         self._staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
         self._kept: list[Lease] = []
+        self._is_off = False
         self._meeting: Meeting | None = None
 
     def start(
@@ -95,6 +96,7 @@ class BackgroundSave:
             self._keep_memory()
             future = log.submit(place, self._work(), uses=(self.storage_writer, self.planner))
         except BaseException as error:
+            self._is_off = True
             for lease in self._kept:
                 lease.release()
             self._decline(error)
@@ -124,11 +126,14 @@ class BackgroundSave:
         """Whoever staged may stage again; this copy must stay until it is saved."""
 
         def keep(staged: STATE_DICT_TYPE) -> None:
+            if self._is_off:
+                return
             # A stager of the user's may have made a dict of its own from what ours staged.
             own = isinstance(staged, Staged)
-            self._kept = [staged.lease] if own else staging_pool().leases_of(staged)  # type: ignore[attr-defined]
-            for lease in self._kept:
+            leases = [staged.lease] if own else staging_pool().leases_of(staged)  # type: ignore[attr-defined]
+            for lease in leases:
                 lease.keep()
+                self._kept.append(lease)
 
         def keep_result(done: Future[STATE_DICT_TYPE]) -> None:
             if done.exception() is None:
@@ -178,7 +183,13 @@ class BackgroundSave:
         return SaveJob(self._state_dict(), writer, self.planner or DefaultSavePlanner())
 
     def _state_dict(self) -> STATE_DICT_TYPE:
-        return self._staged.result() if isinstance(self._staged, Future) else self._staged
+        staged = self._staged.result() if isinstance(self._staged, Future) else self._staged
+        if isinstance(staged, Staged) and staged.lease.was_given_back:
+            raise CheckpointException(
+                "the stager handed over a copy that an earlier save used, whose memory was given "
+                "back when that was done: stage the state for each save"
+            )
+        return staged
 
     def _release(self) -> None:
         if isinstance(self._staged, Future):
@@ -191,8 +202,8 @@ class BackgroundSave:
         copied: Staged | None = None
         try:
             staged = self._state_dict()
-            if not isinstance(staged, Staged):
-                # A stager of the user's has put it where the worker cannot see it.
+            if not isinstance(staged, Staged) or staged.lease.is_over:
+                # It is where the worker cannot see it.
                 staged = copied = staging_pool().stage(staged)
             state_dict = unfolded(dict(staged))
             parcel = _Parcel(state_dict, self.checkpoint_id, self.storage_writer, self.planner)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -114,7 +115,12 @@ class Layout:
     def place(self, memory: torch.Tensor, plan: Survey) -> None:
         """Make the tensors that look at `memory`, once for all copies into it."""
         self._memory = memory
-        self._copies = []
+        self._copies = self._views(memory, plan)
+        self._uses = [_uses(view) for view in self._copies]
+        self._places = [view.data_ptr() for view in self._copies]
+
+    def _views(self, memory: torch.Tensor, plan: Survey) -> list[torch.Tensor]:
+        views = []
         shared = self._shared_storages(plan)
         for i, (begin, tensor) in enumerate(zip(self._begins, plan.tensors, strict=True)):
             if i in shared:
@@ -132,8 +138,12 @@ class Layout:
                 )
             else:
                 view = torch.empty(tensor.shape, dtype=tensor.dtype, device=memory.device)
-            self._copies.append(view)
-        self._uses = [_uses(view) for view in self._copies]
+            views.append(view)
+        return views
+
+    def is_in_place(self) -> bool:
+        """Whether all copies are where they were put; torch moves what it sends to a process."""
+        return [view.data_ptr() for view in self._copies] == self._places
 
     def _shared_storages(self, plan: Survey) -> dict[int, tuple[torch.UntypedStorage, int]]:
         """For each tensor that shares memory: the storage that is shared, and where it starts."""
@@ -251,8 +261,9 @@ def _own_storage(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """How many tensors and arrays have the storage of this one."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    """How many tensors, arrays and others have the storage of this one."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
