@@ -305,6 +305,38 @@ def test_full_verification_reads_a_chunk_once(
     assert torch.equal(request.target, chunk[low[0] : high[0], low[1] : high[1]])
 
 
+def test_many_small_parts_are_verified_without_being_read_twice() -> None:
+    chunks = [numbered((8, 8), torch.float32) + i for i in range(20)]
+    reader = CountingReader(b"".join(map(bytes_of, chunks)))
+    requests = [
+        make_request(chunk, (0, 0), torch.zeros(4, 8), begin=i * 256, into=f"of {i}")
+        for i, chunk in enumerate(chunks)
+    ]
+    read_regions({"file": reader}, requests, Verify.FULL, 1, "here")
+    assert sum(count for _, count in reader.calls) == 20 * 256
+    assert all(
+        torch.equal(request.target, chunk[:4])
+        for request, chunk in zip(requests, chunks, strict=True)
+    )
+
+
+def test_who_asks_for_nothing_hears_of_the_end_even_among_others_that_share_memory() -> None:
+    chunk, memory, heard = numbered((4,), torch.float32), torch.zeros(8), []
+    requests = [
+        make_request(
+            chunk,
+            (0,),
+            memory[begin : begin + size],
+            into=name,
+            done=lambda n=name: heard.append(n),
+        )
+        for name, begin, size in (("a", 0, 4), ("b", 2, 4), ("a", 0, 0))
+    ]
+    for _ in Verify:
+        read_regions({"file": CountingReader(bytes_of(chunk))}, requests, Verify.OFF, 1, "here")
+    assert sorted(heard) == sorted(["a", "b", "a"] * len(Verify))
+
+
 def test_a_chunk_that_is_wanted_in_many_parts_is_verified_once() -> None:
     chunk = numbered((40, 10), torch.float32)
     reader = CountingReader(bytes_of(chunk))

@@ -89,17 +89,16 @@ def read_regions(
     direct, other = [], []
     apart, shared = _split_by_sharing(requests)
     for request in apart:
-        # Empty regions ask for nothing, but whoever asked wants to hear of the end.
-        if not request.nbytes:
-            if request.done is not None:
-                request.done()
-        elif request.nbytes <= _SMALL_BYTES and _lands_directly(request):
+        # Of many that are wanted in part, each has to be looked at by itself to be verified.
+        is_part = verify is Verify.FULL and not request.whole
+        small = 0 < request.nbytes <= _SMALL_BYTES
+        if small and not is_part and _lands_directly(request):
             direct.append(request)
         else:
             other.append([request])
     run_all(job.read, [*other, *_batches(direct)], threads)
     # One after the other, as they were planned: the last one stays.
-    run_all(job.read, [[request] for request in shared if request.nbytes], 1)
+    run_all(job.read, [[request] for request in shared], 1)
     return sum(request.nbytes for request in requests)
 
 
@@ -239,10 +238,11 @@ class _Job:
             if request.whole and self._verify is not Verify.OFF:
                 digest = checksum(byte_view(request.target))
                 _compare(digest, request.checksum, request.name, self._in(request))
-            elif self._is_to_be_verified(request):
-                self._read_verified(request)
 
     def _read_one(self, request: Request) -> None:
+        if not request.nbytes:
+            # Asks for nothing, but whoever asked wants to hear of the end.
+            return
         if self._is_to_be_verified(request):
             self._read_verified(request)
         else:
@@ -279,7 +279,9 @@ class _Job:
         reader = self._readers[request.file]
         position = begin
         while position < end:
-            piece = reader.view(request.begin + position, min(_VIEW_BYTES, end - position))
+            piece = None
+            if end - position > _SMALL_BYTES:
+                piece = reader.view(request.begin + position, min(_VIEW_BYTES, end - position))
             if piece is None:
                 nbytes = min(_HASHED_PIECE_BYTES, end - position)
                 piece = byte_view(self._staging().take(nbytes))
