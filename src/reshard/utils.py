@@ -1,12 +1,15 @@
 """Looking up the data of an item, and talking to other ranks, as DCP's module of this name does.
 
-What is not here is torch's own and is handed on: its helpers have nothing to do with files.
+Names that are not here are torch's own, and are handed on.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import pickle
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -40,6 +43,10 @@ def _api_bc_check(func: F) -> F:
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and isinstance(args[1], str | os.PathLike):
+            raise TypeError(
+                f"{func.__name__}() takes a place by its name: checkpoint_id={args[1]!r}"
+            )
         if len(args) == 2 and storage not in kwargs:
             warnings.warn(
                 f"pass {storage} to {func.__name__} by its name: it will not be taken by its "
@@ -176,7 +183,13 @@ def _attempt(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except BaseException as error:  # noqa: BLE001 - raised on all ranks
-        return _wrap_exception(error)
+        wrapped = _wrap_exception(error)
+    try:
+        pickle.loads(pickle.dumps(wrapped))
+    except Exception:  # noqa: BLE001 - any code may run in a pickle; the text is kept
+        text = "".join(traceback.format_exception_only(wrapped[0])).strip()
+        return CheckpointException(text), wrapped[1]
+    return wrapped
 
 
 def _result(received: Any) -> Any:

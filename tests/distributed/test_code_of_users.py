@@ -71,12 +71,24 @@ def test_a_storage_may_be_passed_by_its_position(tmp_path: Path) -> None:
     assert torch.equal(found["w"], state["w"])
     with pytest.raises(TypeError):
         reshard.save(state, reshard.FileSystemWriter(tmp_path), tmp_path)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="checkpoint_id="):
+        reshard.load(found, tmp_path)  # type: ignore[misc]
 
 
 def tell(rank: int, failing: int) -> int:
     if rank == failing:
         raise LookupError(f"rank {rank} has nothing")
     return rank * 10
+
+
+def stumble(rank: int, failing: int) -> None:
+    """Fail with what no other process could be told."""
+
+    class OfThisCall(Exception):
+        pass
+
+    if rank == failing:
+        raise OfThisCall(threading.Lock())
 
 
 def failures_of(action: Callable[[], Any]) -> dict[int, str]:
@@ -109,6 +121,7 @@ def talk(ranks: list[int] | None) -> dict[str, Any]:
             failures_of(lambda: there.reduce_scatter("a step", lambda: tell(rank, 0), list)),
             failures_of(lambda: there.all_reduce("a step", lambda: tell(rank, 0), sum)),
             failures_of(lambda: there.all_gather("a step", lambda: tell(rank, 0))),
+            failures_of(lambda: there.all_gather("a step", lambda: stumble(rank, 0))),
             failures_of(lambda: there.broadcast("a step", lambda: tell(rank, 1))),
             failures_of(lambda: there.all_reduce("a step", lambda: rank, lambda _: tell(1, 1))),
         ],
@@ -129,6 +142,7 @@ def test_ranks_talk_through_the_wrapper_that_storages_of_others_use(
         gathered = list(range(size)) if rank == 1 else None
         assert told["objects"] == ("from 1", gathered, list(range(size)), rank)
         assert told["works"] == (10 * rank, sum(range(size)), list(range(size)), "from 1")
+        assert "OfThisCall: <unlocked" in told["fails"].pop(3)[0]
         assert told["fails"] == [{0: "rank 0 has nothing"}] * 3 + [{1: "rank 1 has nothing"}] * 2
 
 
