@@ -22,6 +22,9 @@ _MOST_BUFFERS = 1024
 
 _SYNC_FILE_RANGE_WRITE = 2
 _HUGE_PAGE_BYTES = 2 << 20
+_CACHESTAT = 451
+"""The number of the system call, which the C library has no name for yet."""
+_MADV_POPULATE_READ = 22
 
 
 class LocalStore:
@@ -181,7 +184,8 @@ class _LocalReader(_LocalFile):
         """A mapping, but only of what is in memory already.
 
         A page that has to be fetched can fail to be, which in a mapping ends the process
-        with SIGBUS; `read_into` raises an error instead.
+        with SIGBUS; `read_into` raises an error instead. So all pages are asked for first, in a
+        way that may fail.
         """
         end = offset + nbytes
         if self._system is not os or nbytes == 0 or end > self.nbytes:
@@ -198,7 +202,19 @@ class _LocalReader(_LocalFile):
             offset=begin,
         )
         view = memoryview(mapping)[offset - begin : end - begin]
-        return view if _is_resident(view) else None
+        return view if self._is_cached(offset, view) and _can_be_read(view) else None
+
+    def _is_cached(self, offset: int, view: memoryview) -> bool:
+        """Whether the page cache has all pages of a view of the file."""
+        first = offset // mmap.PAGESIZE
+        count = -(-(offset + len(view)) // mmap.PAGESIZE) - first
+        asked = np.array([first * mmap.PAGESIZE, count * mmap.PAGESIZE], dtype=np.uint64)
+        found = np.zeros(5, dtype=np.uint64)
+        answer = _system_call()(
+            _CACHESTAT, self._descriptor, asked.ctypes.data, found.ctypes.data, 0
+        )
+        # Kernels before 6.5 do not know the question.
+        return int(found[0]) == count if answer == 0 else _is_resident(view)
 
     def _cut_short(self, offset: int) -> OSError:
         return OSError(
@@ -208,18 +224,45 @@ class _LocalReader(_LocalFile):
         )
 
 
+def _pages_of(view: memoryview) -> tuple[int, int]:
+    """The address of the first page of a view, and how many bytes there are to its end."""
+    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    begin = address - address % mmap.PAGESIZE
+    return begin, address + len(view) - begin
+
+
+def _can_be_read(view: memoryview) -> bool:
+    """Map all pages of a view now, without risk. Kernels before 5.14 cannot, and are trusted."""
+    begin, nbytes = _pages_of(view)
+    if _madvise()(begin, nbytes, _MADV_POPULATE_READ) == 0:
+        return True
+    return ctypes.get_errno() == errno.EINVAL
+
+
 def _is_resident(view: memoryview) -> bool:
-    """Whether all pages of a part of a mapping are in the page cache."""
+    """Whether all pages of a view are in the page cache."""
     mincore = _mincore()
     if mincore is None:
         return False
-    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    begin = address - address % mmap.PAGESIZE
-    nbytes = address + len(view) - begin
+    begin, nbytes = _pages_of(view)
     found = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
     answered = mincore(begin, nbytes, found.ctypes.data) == 0
     # Only the lowest bit of each entry has a meaning.
     return answered and bool((found & 1).all())
+
+
+@cache
+def _madvise() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).madvise
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
+
+
+@cache
+def _system_call() -> Any:
+    call = ctypes.CDLL(None).syscall
+    call.argtypes = [ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+    return call
 
 
 @cache
