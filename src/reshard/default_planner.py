@@ -7,6 +7,7 @@ import dataclasses
 import fnmatch
 import io
 import logging
+import pickletools
 import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -507,10 +508,27 @@ def _check_torch_file(fqn: str, data: bytes) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            names = [] if unpacked > len(data) else archive.namelist()
+            pickles = [archive.read(name) for name in names if name.endswith(".pkl")]
+            asks_for_memory = any(_asks_for_memory(each, len(data)) for each in pickles)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
         raise UnsafeValueError(
             f"{fqn!r} is stored in a way that only pickle could read. Pass allow_pickle=True to "
             "load it, if you trust where the checkpoint comes from"
         ) from error
     if unpacked > len(data):
         raise CorruptCheckpointError(f"{fqn!r} claims {unpacked} bytes, but has {len(data)}")
+    if asks_for_memory:
+        raise CorruptCheckpointError(
+            f"{fqn!r} asks for more memory than the {len(data)} bytes of it"
+        )
+
+
+def _asks_for_memory(pickled: bytes, most: int) -> bool:
+    """Whether a pickle calls for a bytearray of some length; torch would make any."""
+    if b"bytearray" not in pickled:
+        return False
+    return any(
+        isinstance(argument, int) and argument > most
+        for _, argument, _ in pickletools.genops(pickled)
+    )

@@ -208,6 +208,27 @@ def error_of_an_async_save_without_a_cpu_backend(library: Library) -> type[BaseE
         )
 
 
+def what_load_returns(library: Library) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        library.root.save({"w": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+        return type(library.root.load({"w": torch.ones(2)}, checkpoint_id=folder)).__name__
+
+
+class Failing:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("nothing here")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise KeyError("nothing here")
+
+
+def error_of_an_object_that_fails(library: Library) -> type[BaseException] | None:
+    with tempfile.TemporaryDirectory() as folder:
+        return raised_by(
+            lambda: library.root.save({"x": Failing()}, checkpoint_id=folder, no_dist=True)
+        )
+
+
 def key_that_was_a_number(library: Library) -> list[Any]:
     flat, paths = library._nested_dict.flatten_state_dict({"deep": {1: torch.ones(1)}})
     return list(library._nested_dict.unflatten_state_dict(flat, paths)["deep"])
@@ -276,6 +297,8 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
         AssertionError,
         None,
     ),
+    "state_dict_loader.load": (what_load_returns, "NoneType", "LoadReport"),
+    "stateful.Stateful": (error_of_an_object_that_fails, KeyError, api.CheckpointException),
     "_nested_dict.unflatten_state_dict": (key_that_was_a_number, ["1"], [1]),
     "_nested_dict.flatten_state_dict": (names_of_a_tuple, ["t"], ["t.0", "t.1"]),
     "_traverse.traverse_state_dict": (error_of_a_number_as_key, None, TypeError),

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from reshard.staging import StagingPool
+import reshard.staging
+from reshard.staging import StagingPool, staging_pool
 
 
 @pytest.fixture
@@ -16,3 +17,10 @@ def pool() -> Iterator[StagingPool]:
     for buffer in [*pool._busy]:
         pool.release(buffer)
     pool.close()
+
+
+@pytest.fixture
+def process_pool(monkeypatch: pytest.MonkeyPatch, pool: StagingPool) -> StagingPool:
+    """A new pool in the place of the one that all stagers of the process use."""
+    monkeypatch.setattr(reshard.staging, "_pool", pool)
+    return staging_pool()
