@@ -201,9 +201,14 @@ def until_no_save_runs() -> None:
     wait_until(lambda: not any(t.name == "reshard-save" for t in threading.enumerate()))
 
 
+def files_in_memory() -> set[str]:
+    """Folders are not of saves: other tests put theirs there."""
+    return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir()}
+
+
 def save_often(folder: str, kind: AsyncCheckpointerType) -> Any:
     """Fifty saves of models of two sizes; what is held before and after them."""
-    in_memory = set(os.listdir("/dev/shm"))
+    in_memory = files_in_memory()
     small, large = {"w": torch.ones(1000), "v": torch.ones(10)}, {"w": torch.ones(5000)}
     gate = Gate(folder)
     writer = GatedWriter(f"{folder}/place", gate)
@@ -249,7 +254,7 @@ def save_often(folder: str, kind: AsyncCheckpointerType) -> Any:
         wait_until(lambda: not more(), 5)
     added, after = more(), held()
     # Other tests may have files there for a moment.
-    wait_until(lambda: set(os.listdir("/dev/shm")) <= in_memory, 10)
+    wait_until(lambda: files_in_memory() <= in_memory, 10)
     writer.close()
     reshard.close()
     closed = usage(os.getpid()), staging_pool().nbytes
