@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import torch
 import reshard
 from reshard.api import CheckpointNotFoundError
 from reshard.state_dict_saver import AsyncCheckpointerType
-from support.background import PROMPTLY, Gate, both_kinds, is_running, wait_until
+from support.background import PROMPTLY, Gate, both_kinds, files_in_memory, is_running, wait_until
 
 
 def run_script(folder: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
@@ -157,7 +156,7 @@ future.result()
 
 
 def test_a_worker_does_not_outlive_a_trainer_that_was_killed(tmp_path: Path) -> None:
-    in_memory = set(os.listdir("/dev/shm"))
+    in_memory = files_in_memory()
     gate = Gate(tmp_path)
     with subprocess.Popen(
         [sys.executable, str(_write_script(tmp_path, DIES)), str(tmp_path)],
@@ -171,7 +170,7 @@ def test_a_worker_does_not_outlive_a_trainer_that_was_killed(tmp_path: Path) -> 
     gate.open()
 
     wait_until(lambda: not is_running(worker), PROMPTLY)
-    wait_until(lambda: set(os.listdir("/dev/shm")) <= in_memory, PROMPTLY)
+    wait_until(lambda: files_in_memory() <= in_memory, PROMPTLY)
     # All of it is there, or nothing.
     try:
         found = reshard.read_state_dict(tmp_path / "place")

@@ -26,6 +26,7 @@ from support.background import (
     GatedWriter,
     ScalingPlanner,
     both_kinds,
+    files_in_memory,
     is_running,
     thread_of_two_process_of_one,
     wait_until,
@@ -199,11 +200,6 @@ def usage(pid: int) -> dict[str, int]:
 def until_no_save_runs() -> None:
     """The thread of the saves ends a moment after the last of them."""
     wait_until(lambda: not any(t.name == "reshard-save" for t in threading.enumerate()))
-
-
-def files_in_memory() -> set[str]:
-    """Folders are not of saves: other tests put theirs there."""
-    return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir()}
 
 
 def save_often(folder: str, kind: AsyncCheckpointerType) -> Any:
