@@ -6,7 +6,6 @@ import collections
 import datetime
 import io
 import pickle
-import shutil
 import struct
 import zipfile
 from pathlib import Path
@@ -20,19 +19,9 @@ import torch
 import reshard
 from reshard.api import CorruptCheckpointError, UnsafeValueError
 from reshard.format.values import decode_value, encode_value
-from support.hostile import check_refused, memory_limit, refusal, replace_value, save_small
+from support.hostile import check_refused, memory_limit, refusal, replace_value
 
 pack = msgspec.msgpack.encode
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_small(tmp_path_factory.mktemp("saved") / "ckpt")
-
-
-@pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "ckpt"))
 
 
 def load_step(checkpoint: Path, **options: Any) -> Any:
