@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import pickle
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -170,6 +171,21 @@ def _wrap_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
         for frame in traceback.extract_tb(exc.__traceback__)
     ]
     return exc, traceback.StackSummary.from_list(frames)
+
+
+class RemoteError(RuntimeError):
+    """An error of another rank that could not be sent as it was; its text was."""
+
+
+def _portable_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
+    """The same, as text if `exc` itself cannot be sent to another process."""
+    wrapped = _wrap_exception(exc)
+    try:
+        pickle.loads(pickle.dumps(wrapped))
+    except Exception:  # noqa: BLE001 - any code may run in a pickle; the text is kept
+        text = "".join(traceback.format_exception(exc))
+        return RemoteError(f"{type(exc).__name__}: {exc}\n{text}"), wrapped[1]
+    return wrapped
 
 
 def _is_wrapped_exception(obj: Any) -> bool:

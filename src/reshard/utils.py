@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import pickle
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -21,7 +19,7 @@ from reshard.api import (
     WRAPPED_EXCEPTION,
     CheckpointException,
     _is_wrapped_exception,
-    _wrap_exception,
+    _portable_exception,
 )
 from reshard.tensors.shards import find_state_dict_object, find_tensor_shard
 
@@ -183,13 +181,7 @@ def _attempt(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except BaseException as error:  # noqa: BLE001 - raised on all ranks
-        wrapped = _wrap_exception(error)
-    try:
-        pickle.loads(pickle.dumps(wrapped))
-    except Exception:  # noqa: BLE001 - any code may run in a pickle; the text is kept
-        text = "".join(traceback.format_exception_only(wrapped[0])).strip()
-        return CheckpointException(text), wrapped[1]
-    return wrapped
+        return _portable_exception(error)
 
 
 def _result(received: Any) -> Any:

@@ -13,7 +13,6 @@ import contextlib
 import math
 import pickle
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +24,13 @@ from reshard.api import (
     WRAPPED_EXCEPTION,
     CheckpointException,
     RankLostError,
+    _portable_exception,
     _wrap_exception,
 )
 from reshard.coordination.liveness import Pulse, Watch, make_card
 
 __all__ = [
     "Channel",
-    "RemoteError",
     "SoloChannel",
     "StoreChannel",
     "agree",
@@ -49,10 +48,6 @@ _LAST_ANSWER_SECONDS = 5.0
 _ANSWER_GRACE_SECONDS = 5.0
 _PART_BYTES = 4 << 20
 _VALUE, _FAILURE = b"\0", b"\1"
-
-
-class RemoteError(RuntimeError):
-    """An error of another rank that could not be sent as it was; its text was."""
 
 
 class Channel(Protocol):
@@ -342,15 +337,7 @@ def _attempt(work: Callable[[], bytes]) -> tuple[bytes, BaseException | None]:
 
 def encode_error(error: BaseException) -> bytes:
     """An error ready to be sent; as text, if it cannot be sent as it is."""
-    wrapped = _wrap_exception(error)
-    try:
-        encoded = pickle.dumps(wrapped)
-        pickle.loads(encoded)
-    except Exception:  # noqa: BLE001 - any code may run in a pickle; the text is kept
-        text = "".join(traceback.format_exception(error))
-        remote = RemoteError(f"{type(error).__name__}: {error}\n{text}")
-        encoded = pickle.dumps((remote, wrapped[1]))
-    return encoded
+    return pickle.dumps(_portable_exception(error))
 
 
 def decode_error(data: bytes) -> WRAPPED_EXCEPTION:
