@@ -14,6 +14,7 @@
     ├── UnsupportedFormatError     (ValueError)    a version or kind that cannot be read here
     ├── CheckpointNotFoundError    (FileNotFoundError) nothing is committed at that place
     ├── CheckpointExistsError      (RuntimeError)  something is, and may not be overwritten
+    ├── CommitConflictError        (RuntimeError)  another save was committed there meanwhile
     ├── RankLostError              (RuntimeError)  a rank died or did not answer in time
     ├── WorkerLostError            (RuntimeError)  the process that saves for a rank died
     └── BusyError                  (RuntimeError)  more saves in flight than there may be
@@ -35,6 +36,7 @@ __all__ = [
     "CheckpointException",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CommitConflictError",
     "CorruptCheckpointError",
     "CoverageError",
     "MissingKeyError",
@@ -150,6 +152,10 @@ class CheckpointNotFoundError(CheckpointException, FileNotFoundError):
 
 class CheckpointExistsError(CheckpointException, RuntimeError):
     """There is a checkpoint at that place, and it may not be overwritten."""
+
+
+class CommitConflictError(CheckpointException, RuntimeError):
+    """Another save was committed at the same place since this one began."""
 
 
 class RankLostError(CheckpointException, RuntimeError):

@@ -1,4 +1,7 @@
-"""Which files make up a checkpoint: names, manifests and their parts, debris."""
+"""Which files make up a checkpoint: names, manifests and their parts, claims, debris.
+
+`docs/design/commit.md` says who may write and delete which name.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +9,119 @@ import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from reshard.api import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from reshard.contents import merge_planner_data
+from reshard.contents import merge_planner_data, to_manifest
 from reshard.format.manifest import Manifest, check_manifest, decode_manifest
 from reshard.format.merging import merge_manifests
+from reshard.metadata import Metadata
+from reshard.stores.owners import OWNER, is_alive, owner_tag
 from reshard.stores.protocol import Store
 
 __all__ = [
     "MANIFEST",
-    "complete_parts",
+    "claim_name",
     "delete_quietly",
-    "file_prefix",
     "has_checkpoint",
-    "is_ours",
-    "next_generation",
+    "index_of_parts",
+    "part_name",
+    "put_new",
     "read_manifest",
     "read_one_manifest",
     "remove_debris",
+    "shard_name",
 ]
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = ".metadata"
-_SHARD_FILE = re.compile(r"__(\d+)_(\d+)\.safetensors")
-_PART = re.compile(r"\.metadata\.(\d{1,9})-of-(\d{1,9})\.(\d{1,9})")
-_DRAFT = re.compile(r"\.metadata(\.\d+-of-\d+\.\d+)?\.\d+\.draft")
+_ID = r"[0-9a-f]{16}"
+_SHARD_FILE = re.compile(rf"__\d+_\d+(?:_({_ID}))?\.safetensors")
+_PART = re.compile(rf"\.metadata\.\d{{1,9}}-of-\d{{1,9}}\.({_ID})")
+_CLAIM = re.compile(rf"\.metadata\.({_ID})\.({OWNER})\.draft")
+_NUMBERED_PART = re.compile(r"\.metadata\.(\d{1,9})-of-(\d{1,9})\.(\d{1,9})")
+_PARTS = "parts"
+_FORGOTTEN_SECONDS = 24 * 3600.0
+"""How long a save on another machine, of which nothing else is known, may be alive."""
 
 
-def file_prefix(store: Store, rank: int | None) -> str:
-    """The beginning of new file names: none that an older checkpoint here may use."""
-    taken = [
-        int(match[2])
-        for match in map(_SHARD_FILE.fullmatch, store.list())
-        if match and rank in (None, int(match[1]))
-    ]
-    first = max(taken, default=-1) + 1
-    return f"__{{rank}}_{first}" if rank is None else f"__{rank}_{first}"
+# Names
+
+
+def _token(save_id: str) -> str:
+    """The part of a save's id that is in the names of its files."""
+    return save_id.replace("-", "")[:16]
+
+
+def shard_name(rank: int | str, number: int, save_id: str) -> str:
+    return f"__{rank}_{number}_{_token(save_id)}.safetensors"
+
+
+def part_name(rank: int, world_size: int, save_id: str) -> str:
+    return f"{MANIFEST}.{rank}-of-{world_size}.{_token(save_id)}"
+
+
+def claim_name(save_id: str) -> str:
+    """The file that says that this process is saving, and becomes the manifest."""
+    return f"{MANIFEST}.{_token(save_id)}.{owner_tag()}.draft"
+
+
+# Reading
 
 
 def read_manifest(store: Store) -> Manifest:
     """The manifest of the checkpoint in `store`, or that of all its parts."""
     try:
-        return read_one_manifest(store, MANIFEST)
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            raise CheckpointNotFoundError(
-                f"the manifest at {store.location} cannot be read: {error}"
-            ) from error
-        parts = complete_parts(store)
+        manifest = read_one_manifest(store, MANIFEST)
+    except FileNotFoundError as error:
+        parts = _numbered_parts(store)
         if not parts:
             raise CheckpointNotFoundError(_describe_absence(store)) from error
-    manifests = [read_one_manifest(store, part) for part in parts]
+        return _merge([read_one_manifest(store, part) for part in parts], store)
+    except OSError as error:
+        raise CheckpointNotFoundError(
+            f"the manifest at {store.location} cannot be read: {error}"
+        ) from error
+    if _PARTS in manifest.notes:
+        manifest = _merge(_read_parts(store, manifest.notes), store)
+    return manifest
+
+
+def index_of_parts(world_size: int, notes: Mapping[str, str]) -> Manifest:
+    """A manifest that holds nothing itself: all is in the parts of the ranks."""
+    return to_manifest(Metadata({}), [], {**notes, "requires": _PARTS, _PARTS: str(world_size)})
+
+
+def _read_parts(store: Store, notes: Mapping[str, str]) -> list[Manifest]:
+    manifests = []
+    count, save_id = notes[_PARTS], notes.get("save_id", "")
+    if not re.fullmatch(r"[1-9]\d{0,8}", count):
+        raise CorruptCheckpointError(f"the manifest at {store.location} has {count!r} parts")
+    world_size = int(count)
+    for rank in range(world_size):
+        key = part_name(rank, world_size, save_id)
+        try:
+            part = read_one_manifest(store, key)
+        except OSError as error:
+            raise CorruptCheckpointError(
+                f"the checkpoint at {store.location} lacks {key!r}, what rank {rank} of "
+                f"{world_size} saved: {error}. If it was overwritten meanwhile, load it again"
+            ) from error
+        if part.notes.get("save_id") != save_id:
+            raise CorruptCheckpointError(
+                f"{key!r} of {store.location} belongs to another save: its id is "
+                f"{part.notes.get('save_id')}, not {save_id}"
+            )
+        manifests.append(part)
+    return manifests
+
+
+def _merge(manifests: Sequence[Manifest], store: Store) -> Manifest:
     merged = merge_manifests(manifests, store.location)
     paths = merge_planner_data([part.planner_data for part in manifests], store.location)
     merged = dataclasses.replace(merged, planner_data=paths)
@@ -71,30 +130,63 @@ def read_manifest(store: Store) -> Manifest:
     return merged
 
 
-def _part_sets(store: Store) -> dict[tuple[int, int], dict[int, str]]:
-    """The parts that ranks wrote without each other, by generation and number of ranks."""
+def read_one_manifest(store: Store, key: str) -> Manifest:
+    reader = store.open_reader(key)
+    try:
+        data = bytearray(reader.nbytes)
+        reader.read_into(0, [memoryview(data)] if data else [])
+    finally:
+        reader.close()
+    if data[:1] == b"\x80":
+        raise UnsupportedFormatError(
+            f"the checkpoint at {store.location} was written by torch.distributed.checkpoint; "
+            "load it with that, and save it with reshard"
+        )
+    manifest = decode_manifest(memoryview(data), f"{key} of {store.location}")
+    unknown = set(manifest.notes.get("requires", "").split()) - {_PARTS}
+    if unknown:
+        raise UnsupportedFormatError(
+            f"the checkpoint at {store.location} makes use of {', '.join(sorted(unknown))}, which "
+            "this release does not know. Install a newer release of reshard"
+        )
+    return manifest
+
+
+def has_checkpoint(store: Store) -> bool:
+    """Whether a whole checkpoint is there, in whatever form."""
+    keys = store.list()
+    sets = _numbered_sets(keys)
+    return MANIFEST in keys or any(len(parts) == kind[1] for kind, parts in sets.items())
+
+
+def _describe_absence(store: Store) -> str:
+    keys = store.list()
+    if not keys:
+        return f"there is no checkpoint at {store.location}"
+    if any(_SHARD_FILE.fullmatch(key) for key in keys):
+        return (
+            f"the checkpoint at {store.location} was never committed: it has shard files but no "
+            f"{MANIFEST}. A save that was cut off leaves these; load an older checkpoint"
+        )
+    return f"there is no checkpoint at {store.location}: it has no {MANIFEST}"
+
+
+# Parts without an index: how saves without collectives used to end
+
+
+def _numbered_sets(keys: Sequence[str]) -> dict[tuple[int, int], dict[int, str]]:
+    """Numbered parts, by generation and number of ranks."""
     found: dict[tuple[int, int], dict[int, str]] = {}
-    for key in store.list():
-        match = _PART.fullmatch(key)
+    for key in keys:
+        match = _NUMBERED_PART.fullmatch(key)
         if match and int(match[1]) < int(match[2]):
             found.setdefault((int(match[3]), int(match[2])), {})[int(match[1])] = key
     return found
 
 
-def next_generation(store: Store) -> int:
-    """One past every generation of which there is a part, be it complete or not."""
-    return max((generation for generation, _ in _part_sets(store)), default=-1) + 1
-
-
-def has_checkpoint(store: Store) -> bool:
-    """Whether a whole checkpoint is there, in whatever form."""
-    sets = _part_sets(store)
-    return MANIFEST in store.list() or any(len(parts) == kind[1] for kind, parts in sets.items())
-
-
-def complete_parts(store: Store) -> list[str]:
+def _numbered_parts(store: Store) -> list[str]:
     """The parts of the newest generation, if all of one are there."""
-    sets = _part_sets(store)
+    sets = _numbered_sets(store.list())
     complete = [kind for kind, parts in sets.items() if len(parts) == kind[1]]
     if complete:
         newest = max(complete)
@@ -114,45 +206,64 @@ def complete_parts(store: Store) -> list[str]:
     return []
 
 
-def read_one_manifest(store: Store, key: str) -> Manifest:
-    reader = store.open_reader(key)
+# Writing
+
+
+def put_new(store: Store, key: str, data: bytes, durable: bool) -> None:
+    """A new file with `data`."""
+    writer = store.open_writer(key, len(data))
     try:
-        data = bytearray(reader.nbytes)
-        reader.read_into(0, [memoryview(data)] if data else [])
+        writer.write(0, [memoryview(data)])
+        if durable:
+            writer.sync()
     finally:
-        reader.close()
-    if data[:1] == b"\x80":
-        raise UnsupportedFormatError(
-            f"the checkpoint at {store.location} was written by torch.distributed.checkpoint; "
-            "load it with that, and save it with reshard"
-        )
-    return decode_manifest(memoryview(data), f"{key} of {store.location}")
+        writer.close()
 
 
-def _describe_absence(store: Store) -> str:
-    keys = store.list()
-    if not keys:
-        return f"there is no checkpoint at {store.location}"
-    if any(_SHARD_FILE.fullmatch(key) for key in keys):
-        return (
-            f"the checkpoint at {store.location} was never committed: it has shard files but no "
-            f"{MANIFEST}. A save that was cut off leaves these; load an older checkpoint"
-        )
-    return f"there is no checkpoint at {store.location}: it has no {MANIFEST}"
+def remove_debris(store: Store, committed: str | None, save_id: str, used: Collection[str]) -> None:
+    """Delete what no save needs any more, after version `committed` became the manifest.
+
+    `save_id` is the save of that manifest; besides its own files it uses `used`. What a save
+    that may be alive has written stays, whatever happens at the same time:
+    - A save makes its claim before its first file. So whoever sees a file, and then looks
+      for claims, sees the claim, unless it was withdrawn or has become the manifest.
+    - If it has become the manifest since, `committed` is no longer there.
+    - Of two that clear up after a dead save, the one that removes the claim does it. A save
+      that was thought dead finds its claim gone, and commits nothing.
+    """
+    files = [key for key in store.list() if key not in used]
+    claims = {match[1]: key for key in store.list() if (match := _CLAIM.fullmatch(key))}
+    if store.version(MANIFEST) != committed:
+        # Whoever replaced it clears up.
+        return
+    alive = {token for token, claim in claims.items() if not _withdraw_dead(store, claim)}
+    alive.add(_token(save_id))
+    unneeded = []
+    for key in files:
+        for pattern in (_SHARD_FILE, _PART, _NUMBERED_PART):
+            match = pattern.fullmatch(key)
+            if match and (pattern is _NUMBERED_PART or match[1] not in alive):
+                unneeded.append(key)
+                break
+    delete_quietly(store, unneeded)
 
 
-def remove_debris(store: Store, before: Sequence[str], manifest: Manifest) -> None:
-    """Delete shard files and drafts that no manifest refers to, now that the new one is there."""
-    used = {MANIFEST, *manifest.files}
-    delete_quietly(store, [key for key in before if key not in used and is_ours(key)])
-
-
-def is_ours(key: str) -> bool:
-    return any(pattern.fullmatch(key) for pattern in (_SHARD_FILE, _DRAFT, _PART))
+def _withdraw_dead(store: Store, claim: str) -> bool:
+    """Remove the claim of a save that is dead; whether it was, and this did it."""
+    match = _CLAIM.fullmatch(claim)
+    living = is_alive(match[2]) if match else None
+    if living is None:
+        made, now = store.modified(claim), store.modified(MANIFEST)
+        living = made is None or now is None or now - made < _FORGOTTEN_SECONDS
+    try:
+        return not living and store.delete(claim)
+    except OSError as error:
+        logger.warning("could not remove %r from %s: %s", claim, store.location, error)
+        return False
 
 
 def delete_quietly(store: Store, keys: Sequence[str]) -> None:
-    """Delete what nobody needs. That it cannot be done is no reason for a save to fail."""
+    """Delete what nobody needs. Best effort: failures are logged."""
     for key in keys:
         try:
             store.delete(key)

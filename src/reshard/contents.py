@@ -15,7 +15,7 @@ import torch
 from reshard.api import CheckpointException, CorruptCheckpointError
 from reshard.columnar.chunks import ChunkList
 from reshard.columnar.writes import WriteItems, flags_of, properties_from, write_columns
-from reshard.format.manifest import Manifest
+from reshard.format.manifest import Manifest, decode_manifest
 from reshard.format.values import decode_value, encode_value, is_pickled
 from reshard.global_save import ChunkTable, chunk_table
 from reshard.metadata import (
@@ -36,6 +36,7 @@ __all__ = [
     "StorageTable",
     "WriteResults",
     "WrittenFile",
+    "check_readable",
     "merge_planner_data",
     "to_manifest",
     "to_metadata",
@@ -357,6 +358,12 @@ def to_metadata(manifest: Manifest, where: str, allow_pickle: bool = False) -> M
         storage_data=StorageTable(m),
         version=m.notes.get("version"),
     )
+
+
+def check_readable(encoded: bytes, where: str) -> None:
+    """Raise what a reader of this manifest would raise, before it is committed."""
+    manifest = decode_manifest(encoded, where)
+    _unpack_planner_data(manifest.planner_data, where, allow_pickle=False)
 
 
 class StorageTable(Mapping[MetadataIndex, StorageInfo]):

@@ -8,9 +8,10 @@ import io
 import logging
 import os
 import platform
+import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,23 @@ from torch.futures import Future
 from reshard.api import (
     CheckpointException,
     CheckpointExistsError,
-    CheckpointNotFoundError,
+    CommitConflictError,
     CorruptCheckpointError,
+    UnsupportedFormatError,
     _noting,
 )
 from reshard.checkpoint_files import (
     MANIFEST,
-    complete_parts,
+    claim_name,
     delete_quietly,
-    file_prefix,
     has_checkpoint,
-    is_ours,
-    next_generation,
+    index_of_parts,
+    part_name,
+    put_new,
     read_manifest,
     read_one_manifest,
     remove_debris,
+    shard_name,
 )
 from reshard.columnar.reads import read_columns
 from reshard.contents import (
@@ -43,6 +46,7 @@ from reshard.contents import (
     StorageTable,
     WriteResults,
     WrittenFile,
+    check_readable,
     to_manifest,
     to_metadata,
 )
@@ -53,7 +57,6 @@ from reshard.engine.workers import default_threads
 from reshard.engine.writing import write_file
 from reshard.format.manifest import (
     VERSION,
-    Manifest,
     encode_manifest,
 )
 from reshard.format.values import MAGIC, decode_value
@@ -68,7 +71,7 @@ from reshard.progress import watched
 from reshard.staging import BlockingAsyncStager
 from reshard.storage import StorageInfo, StorageReader, StorageWriter, WriteResult
 from reshard.stores.local import LocalStore
-from reshard.stores.protocol import Store
+from reshard.stores.protocol import Store, VersionConflict
 from reshard.transfers import ShardFiles, Values, contents_of, fills_by_itself, requests_of
 
 __all__ = ["FileSystemReader", "FileSystemWriter", "StorageInfo"]
@@ -119,9 +122,12 @@ class FileSystemWriter(StorageWriter):
         self.world_size = 1
         self.use_collectives = True
         self.save_id = str(uuid.uuid4())
-        self.generation: int | None = None
-        """Of a save without collectives: what all ranks number their parts with."""
-        self._unclaimed: list[str] = []
+        self._claim: str | None = None
+        """The file that says that this process is saving; only the coordinator has one."""
+        self._replaces: str | None = None
+        """The version of the manifest that was there when the save began."""
+        self._written: list[str] = []
+        self._id_is_used = False
         self._stager = BlockingAsyncStager(cache_staged_state_dict)
 
     _synchronize_after_execute = False
@@ -146,20 +152,47 @@ class FileSystemWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
+        self._renew()
+
+    def _renew(self) -> None:
         self.save_id = str(uuid.uuid4())
+        self._claim, self._written, self._id_is_used = None, [], False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.is_coordinator = is_coordinator
         self.rank = kwargs.get("rank") or 0
         self.world_size = kwargs.get("world_size") or 1
         self.use_collectives = kwargs.get("use_collectives", True)
-        self.generation = None
+        if self._id_is_used:
+            # The writer has saved before, and nobody has reset it since.
+            self._renew()
 
-    def next_generation(self) -> int:
-        """What the parts of the next save without collectives may be numbered with."""
+    def begin(self) -> str:
+        """Claim the place for a save, before any file of it is written; the id of the save.
+
+        For the coordinator. Nothing that is there is touched.
+        """
         store = self.open_store()
         store.create()
-        return next_generation(store)
+        if self._claim is None:
+            self._replaces = store.version(MANIFEST)
+            self._check_may_write(store)
+            self._id_is_used = True
+            self._claim = claim_name(self.save_id)
+            # For people who wonder; after a crash of the machine nobody needs it.
+            who = f"{socket.gethostname()}, process {os.getpid()}, is saving here\n"
+            put_new(store, self._claim, who.encode(), durable=False)
+        return self.save_id
+
+    def join(self, save_id: str) -> None:
+        """Take part in a save that another rank has begun."""
+        self.save_id = save_id
+
+    def _check_may_write(self, store: Store) -> None:
+        if not self.overwrite and has_checkpoint(store):
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {store.location}, and overwrite=False"
+            )
 
     def open_store(self) -> Store:
         """Where the bytes go. Made to be overridden."""
@@ -185,20 +218,17 @@ class FileSystemWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         store = self.open_store()
         store.create()
-        if not self.overwrite and has_checkpoint(store):
-            raise CheckpointExistsError(
-                f"Checkpoint already exists at {store.location}, and overwrite=False"
-            )
+        self._check_may_write(store)
         if not self.use_collectives:
-            return dataclasses.replace(plan, storage_data=file_prefix(store, self.rank))
+            return dataclasses.replace(plan, storage_data=_ticket(self.rank, self.save_id))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not self.use_collectives:
             return plans
-        prefix = file_prefix(self.open_store(), None)
+        save_id = self.begin()
         return [
-            dataclasses.replace(plan, storage_data=prefix.format(rank=rank))
+            dataclasses.replace(plan, storage_data=_ticket(rank, save_id))
             for rank, plan in enumerate(plans)
         ]
 
@@ -209,9 +239,10 @@ class FileSystemWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
         store = self.open_store()
-        self._unclaimed = []
         items = plan.items
-        prefix, _, first = str(plan.storage_data or f"__{self.rank}_0").rpartition("_")
+        ticket = str(plan.storage_data or _ticket(self.rank, self.save_id))
+        rank, save_id, first = ticket.removeprefix("__").split("_")
+        self.save_id, self._id_is_used = save_id, True
         contents, pickled = contents_of(items, planner)
         if any(pickled):
             keys = [
@@ -242,10 +273,12 @@ class FileSystemWriter(StorageWriter):
         total_bytes = int(placement.nbytes.sum())
         with watched(f"saving {store.location}", total_bytes, self.is_coordinator) as progress:
             for number, group in enumerate(groups if contents else []):
-                key = f"{prefix}_{int(first) + number}.safetensors"
-                self._unclaimed.append(key)
+                key = shard_name(rank, int(first) + number, save_id)
+                self._written.append(key)
                 some = [contents[i] for i in group]
-                written = write_file(store, key, some, threads, self.sync_files, progress.advance)
+                written = write_file(
+                    store, key, some, threads, self.sync_files, progress.advance, save_id
+                )
                 placement.files.append(
                     WrittenFile(
                         key, written.file_bytes, written.header_bytes, written.header_checksum
@@ -258,66 +291,89 @@ class FileSystemWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store = self.open_store()
-        notes = {
-            "writer": f"reshard, torch {torch.__version__}, python {platform.python_version()}",
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "save_id": self.save_id,
-            "world_size": str(self.world_size if not self.use_collectives else len(results)),
-        }
+        if self.use_collectives:
+            self.begin()
+        ranks = len(results) if self.use_collectives else self.world_size
         with paused_collection():
-            manifest = to_manifest(metadata, results, notes)
+            manifest = to_manifest(metadata, results, self._notes(ranks))
         encoded = encode_manifest(manifest)
-        self._check_visible(store, manifest)
-        before = store.list()
+        check_readable(encoded, f"the manifest of {store.location}")
+        self._check_visible(store, dict(zip(manifest.files, manifest.file_sizes, strict=True)))
         if self.sync_files:
             store.sync()
         if self.use_collectives:
-            store.commit(MANIFEST, encoded)
-            remove_debris(store, before, manifest)
+            self._commit(store, encoded, set(manifest.files))
         else:
-            generation = next_generation(store) if self.generation is None else self.generation
-            part = f"{MANIFEST}.{self.rank}-of-{self.world_size}.{generation}"
-            store.commit(part, encoded)
-            self._unclaimed.append(part)
+            part = part_name(self.rank, self.world_size, self.save_id)
+            self._written.append(part)
+            put_new(store, part, encoded, self.sync_files)
+            if self.sync_files:
+                store.sync()
         metadata.storage_data = StorageTable(manifest)
         metadata.storage_meta = self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
 
-    def retire_older(self) -> None:
-        """Remove an older checkpoint, now that the parts of all ranks are there."""
+    def finish_parts(self) -> None:
+        """Commit what all ranks have saved without collectives. For the coordinator."""
         store = self.open_store()
-        parts = complete_parts(store)
-        used = {path for part in parts for path in read_one_manifest(store, part).files}
-        # This is the commit: as long as there is a manifest, it counts.
-        store.delete(MANIFEST)
-        delete_quietly(
-            store,
-            [key for key in store.list() if key not in used and key not in parts and is_ours(key)],
-        )
+        parts = [part_name(rank, self.world_size, self.save_id) for rank in range(self.world_size)]
+        self._check_visible(store, dict.fromkeys(parts))
+        index = index_of_parts(self.world_size, self._notes(self.world_size))
+        self._commit(store, encode_manifest(index), set())
+
+    def _notes(self, ranks: int) -> dict[str, str]:
+        return {
+            "writer": f"reshard, torch {torch.__version__}, python {platform.python_version()}",
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "save_id": self.save_id,
+            "world_size": str(ranks),
+        }
+
+    def _commit(self, store: Store, manifest: bytes, used: set[str]) -> None:
+        """Publish the manifest, and clear up behind it."""
+        if self._claim is None:
+            raise CheckpointException(f"the save to {store.location} was never begun")
+        try:
+            version = store.commit(self._claim, MANIFEST, manifest, self._replaces)
+        except VersionConflict as conflict:
+            raise CommitConflictError(
+                f"another save was committed at {store.location} while this one was written. "
+                "Nothing of this one is visible; give each job a place of its own"
+            ) from conflict
+        except FileNotFoundError as error:
+            raise _removed(store) from error
+        self._claim, self._written = None, []
+        remove_debris(store, version, self.save_id, used)
 
     def discard(self) -> None:
-        """Remove the shard files of a save that failed, unless it was committed all the same."""
-        store = self.open_store()
-        if not self._unclaimed:
-            return
-        claimed: set[str] = set()
-        # Without a checkpoint, there is nothing that could claim them.
-        with contextlib.suppress(CheckpointNotFoundError):
-            claimed |= set(read_manifest(store).files)
-        with contextlib.suppress(CheckpointNotFoundError):
-            claimed |= set(complete_parts(store))
-        delete_quietly(store, [key for key in self._unclaimed if key not in claimed])
-        self._unclaimed = []
+        """Remove the files of a save that failed, unless it was committed all the same."""
+        # The claim first: without it nothing can be committed any more.
+        unneeded = [*([self._claim] if self._claim else []), *self._written]
+        self._claim, self._written = None, []
+        if unneeded:
+            store = self.open_store()
+            if not self._is_committed(store):
+                delete_quietly(store, unneeded)
 
-    def _check_visible(self, store: Store, manifest: Manifest) -> None:
+    def _is_committed(self, store: Store) -> bool:
+        try:
+            return read_one_manifest(store, MANIFEST).notes.get("save_id") == self.save_id
+        except (FileNotFoundError, UnsupportedFormatError):
+            return False
+
+    def _check_visible(self, store: Store, files: Mapping[str, int | None]) -> None:
         """Files that another rank wrote must be here too, or the place is not shared."""
         give_up = time.monotonic() + _UNSEEN_SECONDS
-        for path, size in zip(manifest.files, manifest.file_sizes.tolist(), strict=True):
+        for path, size in files.items():
             while True:
                 try:
                     reader = store.open_reader(path)
                     break
                 except FileNotFoundError as error:
+                    if path in self._written or (
+                        self._claim is not None and store.version(self._claim) is None
+                    ):
+                        raise _removed(store) from error
                     # A network file system may take a moment to show a new name.
                     if time.monotonic() > give_up:
                         raise CheckpointException(
@@ -328,10 +384,23 @@ class FileSystemWriter(StorageWriter):
                     time.sleep(0.1)
             found = reader.nbytes
             reader.close()
-            if found != size:
+            if size is not None and found != size:
                 raise CorruptCheckpointError(
                     f"{path!r} at {store.location} has {found} bytes, although {size} were written"
                 )
+
+
+def _ticket(rank: int, save_id: str) -> str:
+    """What a rank names its files with, and the number of the first: travels with its plan."""
+    return f"__{rank}_{save_id}_0"
+
+
+def _removed(store: Store) -> CheckpointException:
+    return CheckpointException(
+        f"files of this save were removed from {store.location} while it was written, or the "
+        "whole directory was. Nothing of the save is visible; save again, and find out what "
+        "deletes files there"
+    )
 
 
 class FileSystemReader(StorageReader):

@@ -102,26 +102,28 @@ class SaveOperation:
     def run(self) -> Metadata:
         if self.check is not None:
             self.channel.gather_scatter("open", self.announce, agree)
-        if not self.use_collectives:
-            return self._run_alone()
+        try:
+            return self._run_together() if self.use_collectives else self._run_alone()
+        except CheckpointException:
+            self._discard()
+            raise
+
+    def _run_together(self) -> Metadata:
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
         if reply[:1] == _AGAIN:
             # Some rank relied on a cached plan that the coordinator no longer has.
             reply = self.channel.gather_scatter("plan", self.plan_anew, self.plan_globally)
         self.answer = decode_answer(reply[1:], self.sent)
-        try:
-            outcome = self.channel.gather_scatter("write", self.write, self.finish)
-        except CheckpointException:
-            self._discard()
-            raise
+        outcome = self.channel.gather_scatter("write", self.write, self.finish)
         return self._learn(outcome)
 
     def _discard(self) -> None:
         """Free the space that the failed save took; a retry may need it."""
-        if isinstance(self.writer, FileSystemWriter):
+        writer = self._job.writer if self._job is not None else None
+        if isinstance(writer, FileSystemWriter):
             try:
-                self.writer.discard()
-            except (OSError, CheckpointException) as error:
+                writer.discard()
+            except Exception as error:  # noqa: BLE001 - why the save failed is what counts
                 logger.warning("could not remove the files of a failed save: %s", error)
 
     def plan_locally(self) -> bytes:
@@ -254,32 +256,30 @@ class SaveOperation:
         return f"save{how}{f' to {place!r}' if place else ''}".encode()
 
     def _run_alone(self) -> Metadata:
-        """Save without a plan of all ranks. Only what the parts are numbered with is agreed on."""
-        number = self.channel.gather_scatter("plan", self.propose_generation, _highest)
-        try:
-            self.channel.gather_scatter(
-                "save", lambda: self.save_alone(int(number)), self.retire_older
-            )
-        except CheckpointException:
-            self._discard()
-            raise
+        """Save without a plan of all ranks. Only the id of the save is agreed on."""
+        save_id = self.channel.gather_scatter("plan", self.set_up_alone, self.begin_alone)
+        self.channel.gather_scatter(
+            "save", lambda: self.save_alone(save_id.decode()), self.finish_alone
+        )
         if self.metadata is None:
             raise RuntimeError("the save ended without metadata")
         return self.metadata
 
-    def propose_generation(self) -> bytes:
+    def set_up_alone(self) -> bytes:
         self._set_up()
         if isinstance(self.planner, DefaultSavePlanner):
             # What it remembers was planned together with other ranks.
             self.planner.forget_cached_plans()
-        if isinstance(self.writer, FileSystemWriter):
-            return str(self.writer.next_generation()).encode()
-        return b"0"
+        return b""
 
-    def save_alone(self, generation: int) -> bytes:
-        """Plan, write and commit what this rank holds, without the others."""
+    def begin_alone(self, messages: Sequence[bytes]) -> list[bytes]:
+        save_id = self.writer.begin() if isinstance(self.writer, FileSystemWriter) else ""
+        return [save_id.encode()] * len(messages)
+
+    def save_alone(self, save_id: str) -> bytes:
+        """Plan and write what this rank holds, without the others."""
         if isinstance(self.writer, FileSystemWriter):
-            self.writer.generation = generation
+            self.writer.join(save_id)
         plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
         plans, self.metadata = self.planner.create_global_plan([plan])
         final = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[0])
@@ -288,14 +288,10 @@ class SaveOperation:
         self.writer.finish(metadata=self.metadata, results=[writes.value()])
         return b""
 
-    def retire_older(self, messages: Sequence[bytes]) -> list[bytes]:
+    def finish_alone(self, messages: Sequence[bytes]) -> list[bytes]:
         if isinstance(self.writer, FileSystemWriter):
-            self.writer.retire_older()
+            self.writer.finish_parts()
         return [b""] * len(messages)
-
-
-def _highest(messages: Sequence[bytes]) -> list[bytes]:
-    return [max(messages, key=int)] * len(messages)
 
 
 def refuse_dcp(*objects: object) -> None:

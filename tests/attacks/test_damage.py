@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.api import CheckpointException
+from reshard.api import CheckpointException, CorruptCheckpointError
 from support.hostile import (
     MANIFEST,
     SHARD,
@@ -184,6 +184,10 @@ def test_a_shard_file_of_another_save_is_refused(checkpoint: Path, tmp_path: Pat
         checkpoint_id=other,
         no_dist=True,
     )
-    assert (other / SHARD).stat().st_size == (checkpoint / SHARD).stat().st_size
-    shutil.copy(other / SHARD, checkpoint / SHARD)
+    [shard] = other.glob("*.safetensors")
+    assert shard.stat().st_size == (checkpoint / SHARD).stat().st_size
+    shutil.copy(shard, checkpoint / SHARD)
     check_refused(lambda: load_all(checkpoint), SHARD)
+    # A part of a chunk has no checksum of its own; the id of the save tells.
+    with pytest.raises(CorruptCheckpointError, match=SHARD):
+        reshard.read_tensor(checkpoint, "model.weight", (slice(0, 1),))

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +113,6 @@ def kill_at_every_call(
                 wrong.append(f"killed {when}: {type(error).__name__}: {error}")
             shutil.rmtree(place, ignore_errors=True)
     return wrong, found, len(system.calls)
-
-
-@pytest.fixture
-def fast_folder(tmp_path: Path) -> Iterator[str]:
-    """A place where a sync costs nothing; to a process that is killed all disks are alike."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        yield folder
 
 
 def prepare(place: Path, before: dict[str, Any] | None) -> None:

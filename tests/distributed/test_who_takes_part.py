@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard
-from reshard.api import CheckpointExistsError, CheckpointNotFoundError
+from reshard.api import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from reshard.default_planner import PlanCache
 from support.background import wait_until
 from support.ranks import run_ranks
@@ -64,9 +69,9 @@ def test_a_group_saves_and_loads_while_other_ranks_do_other_things(tmp_path: Pat
         * 2
     )
     assert list(others) == [[]] * 4
-    assert sorted(path.name for path in (tmp_path / "1").glob("*.safetensors")) == [
-        "__0_0.safetensors",
-        "__1_0.safetensors",
+    assert sorted(path.name[:5] for path in (tmp_path / "1").glob("*.safetensors")) == [
+        "__0_0",
+        "__1_0",
     ]
 
 
@@ -178,8 +183,9 @@ def test_what_ranks_saved_without_each_other_loads_in_another_layout(tmp_path: P
     run_ranks(3, save_without_collectives, str(tmp_path))
 
     assert run_ranks(2, load_in_columns, str(tmp_path)) == [([], 0.0)] * 2
-    assert sorted(path.name for path in tmp_path.glob(".metadata*")) == [
-        f".metadata.{rank}-of-3.0" for rank in range(3)
+    assert sorted(path.name[:16] for path in tmp_path.glob(".metadata*")) == [
+        ".metadata",
+        *(f".metadata.{rank}-of-3" for rank in range(3)),
     ]
 
 
@@ -213,12 +219,24 @@ def test_every_layout_that_ranks_saved_without_each_other_loads_in_every_other(
     assert run_ranks(3, load_all_spreads, str(tmp_path), 4) == [[]] * 3
 
 
-def test_a_part_that_is_missing_makes_the_checkpoint_invisible(tmp_path: Path) -> None:
+def test_a_part_that_was_removed_is_named(tmp_path: Path) -> None:
     run_ranks(3, save_without_collectives, str(tmp_path))
-    (tmp_path / ".metadata.1-of-3.0").unlink()
+    [part] = tmp_path.glob(".metadata.1-of-3.*")
+    part.unlink()
 
-    with pytest.raises(CheckpointNotFoundError, match=r"not complete: of 3 ranks.* rank 1"):
+    with pytest.raises(CorruptCheckpointError, match=r"what rank 1 of 3 saved"):
         reshard.FileSystemReader(tmp_path).read_metadata()
+
+
+def test_a_part_of_another_save_is_refused(tmp_path: Path) -> None:
+    for number in (1, 2):
+        run_ranks(3, save_without_collectives, str(tmp_path / str(number)))
+    [part] = (tmp_path / "1").glob(".metadata.1-of-3.*")
+    [other] = (tmp_path / "2").glob(".metadata.1-of-3.*")
+    part.write_bytes(other.read_bytes())
+
+    with pytest.raises(CorruptCheckpointError, match="belongs to another save"):
+        reshard.FileSystemReader(tmp_path / "1").read_metadata()
 
 
 def overwrite_together(folder: str) -> None:
@@ -238,7 +256,7 @@ def test_parts_replace_a_checkpoint_that_was_saved_with_collectives(tmp_path: Pa
     run_ranks(3, save_without_collectives, str(tmp_path), 7.0)
 
     assert run_ranks(2, load_in_columns, str(tmp_path)) == [([], 7.0)] * 2
-    assert not (tmp_path / ".metadata").exists()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
 def test_parts_replace_those_of_the_same_number_of_ranks(tmp_path: Path) -> None:
@@ -284,14 +302,15 @@ def test_a_failure_without_collectives_is_told_to_every_rank(tmp_path: Path) -> 
 
 
 class Late(reshard.DefaultSavePlanner):
-    """Goes on when a file is there."""
+    """Goes on when there is another file of that pattern."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, pattern: str, older: set[str]) -> None:
         super().__init__()
-        self.file = file
+        self.pattern = pattern
+        self.older = older
 
     def finish_plan(self, new_plan: reshard.SavePlan) -> reshard.SavePlan:
-        wait_until(lambda: os.path.exists(self.file))
+        wait_until(lambda: set(glob.glob(self.pattern)) - self.older)
         return super().finish_plan(new_plan)
 
 
@@ -314,21 +333,25 @@ def fail_and_try_again(folder: str) -> list[str]:
     dist.barrier()
     left = sorted(os.listdir(folder))
     dist.barrier()
-    save(3.0, Late(f"{folder}/.metadata.1-of-2.1") if rank == 0 else None)
+    older = set(glob.glob(f"{folder}/.metadata.1-of-2.*"))
+    save(3.0, Late(f"{folder}/.metadata.1-of-2.*", older) if rank == 0 else None)
     return left
 
 
 def test_a_save_after_a_failure_without_collectives_is_not_mixed_with_it(tmp_path: Path) -> None:
     for left in run_ranks(2, fail_and_try_again, str(tmp_path)):
-        assert left == [".metadata.0-of-2.0", ".metadata.1-of-2.0", *SHARDS_OF_TWO]
+        assert [name.rpartition(".")[0] for name in left[1:3]] == [
+            ".metadata.0-of-2",
+            ".metadata.1-of-2",
+        ]
+        assert [name[:5] for name in left[3:]] == ["__0_0", "__1_0"]
+        # All of the save that did not fail.
+        assert len({name.removesuffix(".safetensors")[-16:] for name in left[1:]}) == 1
     found = reshard.read_state_dict(tmp_path)
     assert {name: tensor.tolist() for name, tensor in found.items()} == {
         "of_0": [3.0, 3.0],
         "of_1": [3.0, 3.0],
     }
-
-
-SHARDS_OF_TWO = ["__0_0.safetensors", "__1_0.safetensors"]
 
 
 def test_overwrite_false_respects_a_checkpoint_in_parts(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+SAVE_ID = "01234567-89ab-4cde-8f01-23456789abcd"
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
@@ -156,6 +157,7 @@ def save_on_ranks(
     """A save of several ranks, one after the other, in the order of a real one."""
     planners = [reshard.DefaultSavePlanner() for _ in range(world_size)]
     writers = [reshard.FileSystemWriter(path, thread_count=1) for _ in range(world_size)]
+    writers[0].save_id = SAVE_ID
     plans = []
     for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
         with as_rank(rank, world_size):
@@ -164,13 +166,15 @@ def save_on_ranks(
             writer.set_up_storage_writer(
                 rank == 0, rank=rank, world_size=world_size, use_collectives=use_collectives
             )
+            if not use_collectives:
+                writer.join(writers[0].begin())
             plan = writer.prepare_local_plan(planner.create_local_plan())
             if not use_collectives:
-                writer.generation = 0
                 answers, metadata = planner.create_global_plan([plan])
                 _write(planner, writer, writer.prepare_global_plan(answers)[0], metadata)
             plans.append(plan)
     if not use_collectives:
+        writers[0].finish_parts()
         return
     answers, metadata = planners[0].create_global_plan(plans)
     answers = writers[0].prepare_global_plan(answers)

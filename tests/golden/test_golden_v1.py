@@ -28,6 +28,9 @@ from reshard.api import UnsafeValueError
 
 HERE = Path(__file__).parent
 V1, V1_PARTS = HERE / "v1", HERE / "v1-parts"
+V1_NUMBERED_PARTS = HERE / "v1-numbered-parts"
+"""How saves without collectives ended before there was an index of parts."""
+BOTH_PARTS = pytest.mark.parametrize("parts", [V1_PARTS, V1_NUMBERED_PARTS], ids=lambda p: p.name)
 
 # torch announces once in a process that complex32 is young.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -135,9 +138,10 @@ def test_a_region_of_the_golden_checkpoint_is_read_across_its_chunks() -> None:
     assert torch.equal(reshard.read_tensor(V1, "sharded.both", region), full[region])
 
 
-def test_the_golden_parts_load_as_one_checkpoint() -> None:
+@BOTH_PARTS
+def test_the_golden_parts_load_as_one_checkpoint(parts: Path) -> None:
     for key, value in expected_parts().items():
-        check_same(reshard.read_state_dict(V1_PARTS, key), {key: value})
+        check_same(reshard.read_state_dict(parts, key), {key: value})
 
 
 def test_the_golden_pickle_stays_closed_until_the_caller_opens_it() -> None:
@@ -189,6 +193,13 @@ class PlainReader:
         names = {path.name for path in directory.iterdir()}
         if ".metadata" in names:
             self.manifests = [self._manifest(".metadata")]
+            notes = self.manifests[0]["notes"]
+            assert notes.get("requires", "parts") == "parts"
+            if "parts" in notes:
+                world, save = int(notes["parts"]), notes["save_id"].replace("-", "")[:16]
+                names_of_parts = [f".metadata.{r}-of-{world}.{save}" for r in range(world)]
+                self.manifests = [self._manifest(name) for name in names_of_parts]
+                assert {m["notes"]["save_id"] for m in self.manifests} == {notes["save_id"]}
         else:
             parts = [name for name in names if name.startswith(".metadata.") and "-of-" in name]
             world = int(parts[0].rpartition("-")[2].partition(".")[0])
@@ -222,6 +233,7 @@ class PlainReader:
                 columns[entry] = data
         for entry in ("tensors.names", "tensors.dtype_names", "values.names", "files.paths"):
             columns[entry] = msgspec.msgpack.decode(columns[entry])
+        columns["notes"] = notes
         return columns
 
     def tensors(self) -> dict[str, StoredTensor]:
@@ -428,18 +440,20 @@ def test_a_reader_written_from_the_specification_reads_the_golden_checkpoint() -
     check_same_plain(PlainReader(V1).nested(), as_plain(as_read(expected_v1())))
 
 
-def test_a_reader_written_from_the_specification_reads_the_golden_parts() -> None:
-    found = PlainReader(V1_PARTS).nested()
+@BOTH_PARTS
+def test_a_reader_written_from_the_specification_reads_the_golden_parts(parts: Path) -> None:
+    found = PlainReader(parts).nested()
     assert isinstance(found.pop("pickled"), Pickle)
     assert found == as_plain(expected_parts())
 
 
 def test_every_golden_shard_file_is_laid_out_as_specified() -> None:
     for path in [*V1.glob("*.safetensors"), *V1_PARTS.glob("*.safetensors")]:
+        assert path.name.endswith(f"_{make_v1.SAVE_ID.replace('-', '')[:16]}.safetensors")
         raw = path.read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
         header = json.loads(raw[8 : 8 + length])
-        assert header.pop("__metadata__") == {"format": "pt"}
+        assert header.pop("__metadata__") == {"format": "pt", "save_id": make_v1.SAVE_ID}
         assert (8 + length) % 4096 == 0
         end = 0
         for entry in header.values():

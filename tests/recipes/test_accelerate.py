@@ -133,7 +133,8 @@ def test_what_accelerate_saves_under_a_patch_is_a_checkpoint_of_reshard(
 ) -> None:
     folder = checkpoint[0] / "patched" / part
     shards = files(folder, "__*")
-    assert shards == ["__0_0.safetensors", "__1_0.safetensors"]
+    assert [name[:5] for name in shards] == ["__0_0", "__1_0"]
+    assert all(name.endswith(".safetensors") for name in shards)
     assert all(load_file(folder / name) for name in shards)
     with pytest.raises(pickle.UnpicklingError):
         pickle.loads((folder / ".metadata").read_bytes())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import stat
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reshard.stores.local import LocalStore
+from reshard.stores.local import LOCK_FILE, LocalStore
 from reshard.stores.memory import MemoryStore
-from reshard.stores.protocol import Store
+from reshard.stores.protocol import Store, VersionConflict
 from support.failing_system import refusing
 
 
@@ -21,6 +25,12 @@ def put(store: Store, key: str, data: bytes) -> None:
     writer.write(0, [memoryview(data)])
     writer.sync()
     writer.close()
+
+
+def publish(store: Store, data: bytes) -> str:
+    """Commit in place of whatever is there."""
+    put(store, "draft", b"")
+    return store.commit("draft", ".metadata", data, store.version(".metadata"))
 
 
 def get(store: Store, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
@@ -152,13 +162,13 @@ class StoreTests:
 
         assert bytes(result) == data
 
-    def test_a_new_file_replaces_one_of_the_same_key(self, store: Store) -> None:
+    def test_a_file_that_is_there_is_never_opened_for_writing_again(self, store: Store) -> None:
         store.create()
-        put(store, "a", b"long and old")
-        put(store, "a", b"new")
+        put(store, "a", b"old")
+        with pytest.raises(FileExistsError):
+            store.open_writer("a", 3)
 
-        assert get(store, "a") == b"new"
-        assert store.list() == ["a"]
+        assert get(store, "a") == b"old"
 
     def test_keys_are_listed_in_order(self, store: Store) -> None:
         store.create()
@@ -171,7 +181,7 @@ class StoreTests:
         store.create()
         put(store, "a", b"1")
         put(store, "b", b"2")
-        store.delete("a")
+        assert store.delete("a")
 
         assert store.list() == ["b"]
         with pytest.raises(FileNotFoundError):
@@ -179,8 +189,8 @@ class StoreTests:
 
     def test_deleting_what_is_not_there_is_harmless(self, store: Store) -> None:
         store.create()
-        store.delete("a")
 
+        assert not store.delete("a")
         assert store.list() == []
 
     def test_a_missing_file_is_an_error_that_names_it(self, store: Store) -> None:
@@ -212,20 +222,79 @@ class StoreTests:
 
         assert get(store, "a") == b"1"
 
-    def test_a_commit_publishes_the_whole_of_a_key(self, store: Store) -> None:
+    def test_a_commit_publishes_the_whole_of_a_key_and_uses_its_draft_up(
+        self, store: Store
+    ) -> None:
         store.create()
-        store.commit(".metadata", b"first")
+        publish(store, b"first")
         assert get(store, ".metadata") == b"first"
 
-        store.commit(".metadata", b"2nd")
+        publish(store, b"2nd")
         assert get(store, ".metadata") == b"2nd"
         assert store.list() == [".metadata"]
 
+    def test_a_commit_says_which_version_it_made(self, store: Store) -> None:
+        store.create()
+        assert store.version(".metadata") is None
+        first = publish(store, b"first")
+        assert store.version(".metadata") == first
+        second = publish(store, b"other")
+
+        assert store.version(".metadata") == second != first
+
+    def test_a_commit_replaces_nothing_that_it_has_not_seen(self, store: Store) -> None:
+        store.create()
+        seen = publish(store, b"seen")
+        for expected in (None, seen):
+            publish(store, b"meanwhile")
+            put(store, "draft", b"")
+            with pytest.raises(VersionConflict):
+                store.commit("draft", ".metadata", b"late", expected)
+            assert get(store, ".metadata") == b"meanwhile"
+            assert store.delete("draft")
+
+    def test_a_commit_without_its_draft_publishes_nothing(self, store: Store) -> None:
+        store.create()
+        seen = publish(store, b"old")
+        with pytest.raises(FileNotFoundError):
+            store.commit("draft", ".metadata", b"new", seen)
+
+        assert get(store, ".metadata") == b"old"
+
+    def test_of_many_commits_in_place_of_one_version_one_succeeds(self, store: Store) -> None:
+        store.create()
+        seen = publish(store, b"old")
+        winners: list[int] = []
+
+        def commit(number: int) -> None:
+            put(store, f"draft-{number}", b"")
+            with contextlib.suppress(VersionConflict):
+                store.commit(f"draft-{number}", ".metadata", b"%d" % number, seen)
+                winners.append(number)
+
+        threads = [threading.Thread(target=commit, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert len(winners) == 1
+        assert get(store, ".metadata") == b"%d" % winners[0]
+
+    def test_the_time_of_a_file_is_known(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"1")
+        put(store, "b", b"1")
+
+        assert store.modified("missing") is None
+        assert store.modified("a") is not None
+        assert store.modified("a") <= store.modified("b") <= time.time() + 60
+
     def test_a_reader_of_the_old_content_is_not_disturbed_by_a_commit(self, store: Store) -> None:
         store.create()
-        store.commit(".metadata", b"old old old")
+        publish(store, b"old old old")
         reader = store.open_reader(".metadata")
-        store.commit(".metadata", b"new")
+        publish(store, b"new")
         buffer = bytearray(reader.nbytes)
         reader.read_into(0, [memoryview(buffer)])
         reader.close()
@@ -235,7 +304,7 @@ class StoreTests:
     def test_a_reader_during_commits_sees_one_content_or_another(self, store: Store) -> None:
         store.create()
         contents = [bytes([n]) * (1000 * n + 1) for n in range(20)]
-        store.commit(".metadata", contents[0])
+        publish(store, contents[0])
         running = True
         seen: list[bytes] = []
 
@@ -246,7 +315,7 @@ class StoreTests:
         thread = threading.Thread(target=look)
         thread.start()
         for content in contents * 5:
-            store.commit(".metadata", content)
+            publish(store, content)
         running = False
         thread.join()
 
@@ -273,10 +342,13 @@ class TestLocalStore(StoreTests):
 
     @pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
     def test_a_commit_that_fails_leaves_the_old_content(self, call: str, tmp_path: Path) -> None:
-        LocalStore(tmp_path).commit(".metadata", b"old")
+        seen = publish(LocalStore(tmp_path), b"old")
+        put(LocalStore(tmp_path), "draft", b"")
 
         with pytest.raises(OSError) as caught:
-            LocalStore(tmp_path, refusing(errno.EIO, name=call)).commit(".metadata", b"new")
+            LocalStore(tmp_path, refusing(errno.EIO, name=call)).commit(
+                "draft", ".metadata", b"new", seen
+            )
 
         assert caught.value.errno == errno.EIO
         assert get(LocalStore(tmp_path), ".metadata") == b"old"
@@ -290,11 +362,71 @@ class TestLocalStore(StoreTests):
             LocalStore(tmp_path / "taken").create()
 
     def test_files_are_closed_when_writing_fails(self, tmp_path: Path) -> None:
+        put(LocalStore(tmp_path), "draft", b"")
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(OSError):
-            LocalStore(tmp_path, refusing(errno.ENOSPC, name="pwritev")).commit("a", b"1")
+            LocalStore(tmp_path, refusing(errno.ENOSPC, name="pwritev")).commit(
+                "draft", "a", b"1", None
+            )
 
         assert len(os.listdir("/proc/self/fd")) == before
+
+    @pytest.mark.parametrize("kind", ["link", "pipe"])
+    def test_a_draft_that_is_no_file_is_neither_followed_nor_waited_for(
+        self, kind: str, tmp_path: Path
+    ) -> None:
+        store = LocalStore(tmp_path / "place")
+        store.create()
+        seen = publish(store, b"old")
+        victim = tmp_path / "victim"
+        victim.write_bytes(b"precious")
+        draft = tmp_path / "place" / "draft"
+        draft.symlink_to(victim) if kind == "link" else os.mkfifo(draft)
+
+        with pytest.raises(OSError, match="draft"):
+            store.commit("draft", ".metadata", b"new", seen)
+
+        assert victim.read_bytes() == b"precious"
+        assert get(store, ".metadata") == b"old"
+
+    def test_a_lock_that_nobody_gives_back_is_an_error_after_a_while(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        store.lock_seconds = 0.05
+        put(store, "draft", b"")
+        holder = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        try:
+            with pytest.raises(OSError, match="has held the lock on this directory"):
+                store.commit("draft", ".metadata", b"new", None)
+        finally:
+            os.close(holder)
+        store.commit("draft", ".metadata", b"new", None)
+
+        assert store.list() == [".metadata"]
+
+    def test_where_directories_have_no_locks_a_file_is_locked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = fcntl.flock
+
+        def flock(descriptor: int, how: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EBADF, "as on NFS")
+            real(descriptor, how)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        self.test_of_many_commits_in_place_of_one_version_one_succeeds(LocalStore(tmp_path))
+
+        assert (tmp_path / LOCK_FILE).exists()
+
+    def test_where_there_are_no_locks_at_all_a_commit_works(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def flock(descriptor: int, how: int) -> None:
+            raise OSError(errno.ENOLCK, "none")
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        self.test_a_commit_replaces_nothing_that_it_has_not_seen(LocalStore(tmp_path))
 
 
 class TestMemoryStore(StoreTests):

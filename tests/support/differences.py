@@ -229,6 +229,33 @@ def error_of_an_object_that_fails(library: Library) -> type[BaseException] | Non
         )
 
 
+def error_of_a_planner_of_torch(library: Library) -> type[BaseException] | None:
+    class Planner(dcp.DefaultSavePlanner):
+        pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        return raised_by(
+            lambda: library.root.save(
+                {"w": torch.ones(2)}, checkpoint_id=folder, planner=Planner(), no_dist=True
+            )
+        )
+
+
+def error_of_a_save_that_was_overtaken(library: Library) -> type[BaseException] | None:
+    with tempfile.TemporaryDirectory() as folder:
+
+        class Overtaken(library.root.FileSystemWriter):
+            def finish(self, *args: Any, **kwargs: Any) -> None:
+                library.root.save({"w": torch.zeros(2)}, checkpoint_id=folder, no_dist=True)
+                super().finish(*args, **kwargs)
+
+        return raised_by(
+            lambda: library.root.save(
+                {"w": torch.ones(2)}, storage_writer=Overtaken(folder), no_dist=True
+            )
+        )
+
+
 def key_that_was_a_number(library: Library) -> list[Any]:
     flat, paths = library._nested_dict.flatten_state_dict({"deep": {1: torch.ones(1)}})
     return list(library._nested_dict.unflatten_state_dict(flat, paths)["deep"])
@@ -284,6 +311,12 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
         error_of_two_writers,
         AssertionError,
         api.PlanError,
+    ),
+    "planner.SavePlanner": (error_of_a_planner_of_torch, None, api.CheckpointException),
+    "filesystem.FileSystemWriter.overwrite": (
+        error_of_a_save_that_was_overtaken,
+        None,
+        api.CheckpointException,
     ),
     "filesystem.FileSystemWriter._extensions": (error_of_a_stream_extension, None, ValueError),
     "optimizer.load_sharded_optimizer_state_dict": (

@@ -76,7 +76,7 @@ def refusing(error: int, at: int | None = None, name: str | None = None) -> Watc
 
 
 class ShortSystem:
-    """A system on which each call transfers few bytes, and none from `stuck_at` on."""
+    """A system on which each call transfers few bytes, and writes none from `stuck_at` on."""
 
     def __init__(self, most_bytes: int, stuck_at: int | None = None) -> None:
         self._most_bytes = most_bytes
@@ -87,6 +87,8 @@ class ShortSystem:
         return getattr(os, name)
 
     def pwritev(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self._stuck_at is not None and offset >= self._stuck_at:
+            return 0
         return self._transfer(os.pwritev, descriptor, buffers, offset)
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -96,8 +98,6 @@ class ShortSystem:
         self, call: Any, descriptor: int, buffers: Sequence[memoryview], offset: int
     ) -> int:
         self.transfers += 1
-        if self._stuck_at is not None and offset >= self._stuck_at:
-            return 0
         left, some = self._most_bytes, []
         for buffer in buffers:
             some.append(buffer[:left])

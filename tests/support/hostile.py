@@ -23,7 +23,8 @@ import reshard
 from reshard.api import CheckpointException
 
 MANIFEST = ".metadata"
-SHARD = "__0_0.safetensors"
+SAVE_ID = "feedface-feed-face-feed-facefeedface"
+SHARD = "__0_0_feedfacefeedface.safetensors"
 
 
 class Part(NamedTuple):
@@ -168,7 +169,9 @@ def blank_state() -> dict[str, Any]:
 
 def save_small(directory: Path) -> Path:
     """A checkpoint of two tensors, one tied to the first, and two values."""
-    reshard.save(small_state(), checkpoint_id=directory, no_dist=True)
+    writer = reshard.FileSystemWriter(directory)
+    writer.save_id = SAVE_ID
+    reshard.save(small_state(), storage_writer=writer, no_dist=True)
     return directory
 
 

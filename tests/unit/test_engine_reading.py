@@ -398,7 +398,7 @@ def test_a_checksum_may_be_given_as_a_signed_number() -> None:
 
 def test_stored_bytes_are_verified_unless_that_is_off() -> None:
     store = MemoryStore()
-    store.commit("file", b"..value..")
+    store.files["file"] = bytearray(b"..value..")
     reader = store.open_reader("file")
     digest = xxhash.xxh3_64_intdigest(b"value")
     assert read_bytes(reader, "k", 2, 5, digest, Verify.CHUNKS, "here") == b"value"

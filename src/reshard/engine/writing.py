@@ -62,14 +62,15 @@ def write_file(
     threads: int,
     durable: bool,
     advance: Callable[[int], None] = lambda nbytes: None,
+    save_id: str = "",
 ) -> Written:
-    """Write `contents` as one safetensors file.
+    """Write `contents` as one safetensors file, which carries the id of its save.
 
     `advance` is told how many bytes were written, again and again, from several threads.
     """
     order = sorted(range(len(contents)), key=lambda i: -_alignment(contents[i].dtype))
     with paused_collection():
-        header, begins = _lay_out(contents, order)
+        header, begins = _lay_out(contents, order, save_id)
     file_bytes = len(header) + sum(content.nbytes for content in contents)
 
     checksums = np.zeros(len(contents), dtype=np.uint64)
@@ -86,7 +87,7 @@ def write_file(
     return Written(file_bytes, len(header), digest, begins, checksums.view(np.int64))
 
 
-def _lay_out(contents: Sequence[Content], order: Sequence[int]) -> tuple[bytes, Ints]:
+def _lay_out(contents: Sequence[Content], order: Sequence[int], save_id: str) -> tuple[bytes, Ints]:
     """The header of the file, and where each content begins."""
     entries: dict[str, Entry] = {}
     begins = [0] * len(contents)
@@ -96,7 +97,8 @@ def _lay_out(contents: Sequence[Content], order: Sequence[int]) -> tuple[bytes, 
         begins[i] = position
         entries[content.key] = _entry(content, position)
         position += content.nbytes
-    header = build_header(entries, {"format": "pt"})
+    notes = {"format": "pt", "save_id": save_id} if save_id else {"format": "pt"}
+    header = build_header(entries, notes)
     return header, np.array(begins, dtype=np.int64) + len(header)
 
 

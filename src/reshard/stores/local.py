@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
+import logging
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +19,16 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-__all__ = ["LocalStore"]
+from reshard.stores.protocol import VersionConflict
+
+__all__ = ["LOCK_FILE", "LocalStore"]
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+"""Locked in place of the directory where directories cannot be."""
+_LOCK_PAUSE_SECONDS = 0.002
+_VERSION_BYTES = 16
 
 _MOST_BUFFERS = 1024
 """How many buffers one call of preadv and pwritev takes (IOV_MAX on Linux)."""
@@ -29,6 +42,9 @@ _MADV_POPULATE_READ = 22
 
 class LocalStore:
     """A directory. `system` is the os module; tests put a failing one in its place."""
+
+    lock_seconds = 60.0
+    """How long to wait for another process that is just committing."""
 
     def __init__(self, path: str | os.PathLike[str], system: ModuleType | Any = os) -> None:
         self.path = Path(path)
@@ -47,8 +63,12 @@ class LocalStore:
             self._sync_directory(path.parent)
 
     def open_writer(self, key: str, nbytes: int) -> _LocalWriter:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        return self._open_writer(key, os.O_CREAT | os.O_EXCL)
+
+    def _open_writer(self, key: str, flags: int) -> _LocalWriter:
         path = self.path / key
+        # Links are not followed, and a pipe is not waited for.
+        flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return _LocalWriter(path, self._system.open(path, flags, 0o666), self._system)
 
     def open_reader(self, key: str) -> _LocalReader:
@@ -60,17 +80,80 @@ class LocalStore:
     def sync(self) -> None:
         self._sync_directory(self.path)
 
-    def commit(self, key: str, data: bytes) -> None:
-        # One name for each process: two that commit at once must not share a file.
-        draft = self.path / f"{key}.{os.getpid()}.draft"
-        writer = self.open_writer(draft.name, len(data))
+    def version(self, key: str) -> str | None:
+        try:
+            reader = self.open_reader(key)
+        except FileNotFoundError:
+            return None
+        try:
+            # A manifest ends with the checksum of all that is before.
+            tail = bytearray(min(_VERSION_BYTES, reader.nbytes))
+            reader.read_into(reader.nbytes - len(tail), [memoryview(tail)] if tail else [])
+            return _version(reader.nbytes, tail)
+        finally:
+            reader.close()
+
+    def commit(self, draft: str, key: str, data: bytes, expected: str | None) -> str:
+        writer = self._open_writer(draft, os.O_TRUNC)
         try:
             writer.write(0, [memoryview(data)])
             writer.sync()
         finally:
             writer.close()
-        self._system.rename(draft, self.path / key)
+        with self._locked():
+            found = self.version(key)
+            if found != expected:
+                raise VersionConflict(f"{self.path / key} is {found}, not {expected}")
+            self._system.rename(self.path / draft, self.path / key)
         self._sync_directory(self.path)
+        return _version(len(data), data[-_VERSION_BYTES:])
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Only one process at a time looks at a version and replaces it.
+
+        The lock is on the directory, so that it leaves no file behind, and ends with its
+        process. Network file systems lock files only, and some not even these: then two
+        commits in the same instant may both succeed. The last one counts, and is whole.
+        """
+        with contextlib.ExitStack() as opened:
+            descriptor = self._open_to_lock(opened, self.path, os.O_RDONLY | os.O_DIRECTORY)
+            if not self._lock(descriptor):
+                descriptor = self._open_to_lock(
+                    opened, self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+                )
+                if not self._lock(descriptor):
+                    logger.info("%s has no locks; commits to it are not serialised", self.path)
+            try:
+                yield
+            finally:
+                # Said aloud: a child that was forked meanwhile holds the descriptor as well.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def _open_to_lock(self, opened: contextlib.ExitStack, path: Path, flags: int) -> int:
+        descriptor: int = self._system.open(path, flags | os.O_CLOEXEC, 0o666)
+        opened.callback(self._system.close, descriptor)
+        return descriptor
+
+    def _lock(self, descriptor: int) -> bool:
+        """Wait for a lock; False if there is no such thing here."""
+        give_up = time.monotonic() + self.lock_seconds
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    return False
+            if time.monotonic() > give_up:
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"another process has held the lock on this directory for "
+                    f"{self.lock_seconds:.0f} s. Look for a stopped process that saves to it",
+                    str(self.path),
+                )
+            time.sleep(_LOCK_PAUSE_SECONDS)
 
     def list(self) -> list[str]:
         try:
@@ -78,11 +161,18 @@ class LocalStore:
         except FileNotFoundError:
             return []
 
-    def delete(self, key: str) -> None:
+    def modified(self, key: str) -> float | None:
+        try:
+            return float(self._system.stat(self.path / key, follow_symlinks=False).st_mtime)
+        except FileNotFoundError:
+            return None
+
+    def delete(self, key: str) -> bool:
         try:
             self._system.unlink(self.path / key)
         except FileNotFoundError:
-            return
+            return False
+        return True
 
     def _sync_directory(self, path: Path) -> None:
         descriptor = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -90,6 +180,10 @@ class LocalStore:
             self._system.fsync(descriptor)
         finally:
             self._system.close(descriptor)
+
+
+def _version(nbytes: int, tail: bytes | bytearray) -> str:
+    return f"{nbytes}-{tail.hex()}"
 
 
 class _LocalFile:

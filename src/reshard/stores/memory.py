@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+
+from reshard.stores.protocol import VersionConflict
 
 __all__ = ["MemoryStore"]
 
@@ -14,12 +18,18 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.files: dict[str, bytearray] = {}
+        self._times: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     def create(self) -> None:
         """Nothing to make."""
 
     def open_writer(self, key: str, nbytes: int) -> _MemoryFile:
-        self.files[key] = bytearray(nbytes)
+        with self._lock:
+            if key in self.files:
+                raise FileExistsError(f"there is a {key!r} in this memory store already")
+            self.files[key] = bytearray(nbytes)
+            self._times[key] = time.time()
         return _MemoryFile(self.files[key])
 
     def open_reader(self, key: str) -> _MemoryFile:
@@ -30,14 +40,33 @@ class MemoryStore:
     def sync(self) -> None:
         """Nothing to do."""
 
-    def commit(self, key: str, data: bytes) -> None:
-        self.files[key] = bytearray(data)
+    def version(self, key: str) -> str | None:
+        content = self.files.get(key)
+        return None if content is None else _version(content)
+
+    def commit(self, draft: str, key: str, data: bytes, expected: str | None) -> str:
+        with self._lock:
+            if draft not in self.files:
+                raise FileNotFoundError(f"there is no {draft!r} in this memory store")
+            if self.version(key) != expected:
+                raise VersionConflict(f"{key!r} is {self.version(key)}, not {expected}")
+            del self.files[draft]
+            self.files[key] = bytearray(data)
+            self._times[key] = time.time()
+        return _version(data)
 
     def list(self) -> list[str]:
         return sorted(self.files)
 
-    def delete(self, key: str) -> None:
-        self.files.pop(key, None)
+    def modified(self, key: str) -> float | None:
+        return self._times[key] if key in self.files else None
+
+    def delete(self, key: str) -> bool:
+        return self.files.pop(key, None) is not None
+
+
+def _version(content: bytes | bytearray) -> str:
+    return f"{len(content)}-{hash(bytes(content)):x}"
 
 
 class _MemoryFile:

@@ -1,8 +1,9 @@
 """What a store must do. A few verbs; every store passes the same conformance tests.
 
-A key is a relative name such as `__0_0.safetensors`. Nothing that is written has to
-outlive a crash before `sync` (for a file, its writer's) returned, and `commit` publishes
-one key atomically: readers see the whole of it or what was there before.
+A key is a relative name such as `.metadata`. A file is written once, by whoever made it.
+Nothing that is written has to outlive a crash before `sync` (for a file, its writer's)
+returned, and `commit` publishes one key atomically: readers see the whole of it or what was
+there before, and nobody replaces what he has not seen.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Reader", "Store", "Writer"]
+__all__ = ["Reader", "Store", "VersionConflict", "Writer"]
+
+
+class VersionConflict(Exception):  # noqa: N818 - control flow between a store and its user
+    """A commit found another version in its place than the one that it was to replace."""
 
 
 class Writer(Protocol):
@@ -57,7 +62,7 @@ class Store(Protocol):
         """Make the place, if it has to be made. Harmless if it is there."""
 
     def open_writer(self, key: str, nbytes: int) -> Writer:
-        """A new file; one of the same key that is there is replaced at once."""
+        """A new file; FileExistsError if there is one of that key."""
 
     def open_reader(self, key: str) -> Reader:
         """A file that is there; FileNotFoundError if it is not."""
@@ -65,11 +70,22 @@ class Store(Protocol):
     def sync(self) -> None:
         """Make the names of all files written so far durable."""
 
-    def commit(self, key: str, data: bytes) -> None:
-        """Publish `data` under `key`, atomically and durably."""
+    def version(self, key: str) -> str | None:
+        """Which content a file has; None if there is no such file."""
+
+    def commit(self, draft: str, key: str, data: bytes, expected: str | None) -> str:
+        """Publish `data` under `key`, atomically and durably, in place of version `expected`.
+
+        Returns the new version. Raises `VersionConflict` if another version is there. `draft`
+        is a file that the caller made and nobody else writes; it is used up by a commit, and
+        without it nothing is committed (FileNotFoundError).
+        """
 
     def list(self) -> list[str]:
         """All keys; none if the place does not exist."""
 
-    def delete(self, key: str) -> None:
-        """Remove a file; harmless if it is not there."""
+    def modified(self, key: str) -> float | None:
+        """When a file was written, in seconds of the store's own clock; None without it."""
+
+    def delete(self, key: str) -> bool:
+        """Remove a file; whether it was there."""
