@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -191,3 +193,39 @@ def test_a_shard_file_of_another_save_is_refused(checkpoint: Path, tmp_path: Pat
     # A part of a chunk has no checksum of its own; the id of the save tells.
     with pytest.raises(CorruptCheckpointError, match=SHARD):
         reshard.read_tensor(checkpoint, "model.weight", (slice(0, 1),))
+
+
+TRUNCATED = """
+import os, sys
+import torch
+import reshard
+from reshard.engine import reading
+
+folder = sys.argv[1]
+reshard.save({"w": torch.ones(4096, 64)}, checkpoint_id=folder)
+file = next(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+copy_rows = reading._Filler._copy_rows
+
+def truncate_first(self, *args):
+    os.truncate(os.path.join(folder, file), 4096)
+    return copy_rows(self, *args)
+
+reading._Filler._copy_rows = truncate_first
+reading._STAGING_BYTES = reading._HASHED_ROWS_BYTES = 64 << 10
+try:
+    reshard.read_tensor(folder, "w", (slice(None), slice(3, 5)), verify=sys.argv[2])
+except OSError as error:
+    sys.exit(0 if file in str(error) else 1)
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_a_file_that_is_truncated_while_columns_are_read_is_an_error_and_no_signal(
+    verify: str, tmp_path: Path
+) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-c", TRUNCATED, str(tmp_path / "c"), verify], timeout=60, check=False
+    )
+
+    assert outcome.returncode == 0

@@ -31,7 +31,9 @@ _HASHED_PIECE_BYTES = 512 << 10
 """Small enough to be hashed while it is still in the cache of the core that read it."""
 _STAGING_BYTES = 4 << 20
 _HASHED_ROWS_BYTES = 1 << 20
-_VIEW_BYTES = 32 << 20
+_SCATTERED_BYTES = 4 << 10
+"""Parts of rows from this size on are read to their places by one call for many rows."""
+_SCATTERED_ROWS = 500
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 8 << 20
 _BATCH_ITEMS = 500
@@ -279,13 +281,9 @@ class _Job:
         reader = self._readers[request.file]
         position = begin
         while position < end:
-            piece = None
-            if end - position > _SMALL_BYTES:
-                piece = reader.view(request.begin + position, min(_VIEW_BYTES, end - position))
-            if piece is None:
-                nbytes = min(_HASHED_PIECE_BYTES, end - position)
-                piece = byte_view(self._staging().take(nbytes))
-                reader.read_into(request.begin + position, [piece])
+            nbytes = min(_HASHED_PIECE_BYTES, end - position)
+            piece = byte_view(self._staging().take(nbytes))
+            reader.read_into(request.begin + position, [piece])
             hasher.update(piece)
             position += len(piece)
 
@@ -403,26 +401,54 @@ class _Filler:
     ) -> None:
         """Rows of which a part is wanted: read whole, as many as fit the buffer."""
         begin = self._request.begin + self._first_row(dim, offsets)
+        if self._can_scatter(dim, lengths, target):
+            self._scatter_rows(begin, dim, row_bytes, offsets, lengths, target)
+            return
         # What is hashed is copied out of the cache afterwards, so it has to fit.
         most_bytes = _STAGING_BYTES if self._hasher is None else _HASHED_ROWS_BYTES
         most = max(1, most_bytes // row_bytes)
-        row = 0
-        while row < lengths[dim]:
-            at = begin + row * row_bytes
-            count = min(max(1, _VIEW_BYTES // row_bytes), lengths[dim] - row)
-            viewed = self._view(at, count * row_bytes)
-            if viewed is None:
-                count = min(most, count)
-                parts = [self._stage(at, count * row_bytes)]
-            elif self._hasher is None:
-                parts = [viewed]
-            else:
-                step = most * row_bytes // self._itemsize
-                parts = [viewed[i : i + step] for i in range(0, viewed.numel(), step)]
-            for part in parts:
-                if viewed is not None and self._hasher is not None:
-                    self._hasher.update(byte_view(part))
-                row += self._copy_rows(dim, row, part, offsets, lengths, target)
+        for row in range(0, lengths[dim], most):
+            count = min(most, lengths[dim] - row)
+            rows = self._stage(begin + row * row_bytes, count * row_bytes)
+            self._copy_rows(dim, row, rows, offsets, lengths, target)
+
+    def _can_scatter(self, dim: int, lengths: tuple[int, ...], target: torch.Tensor) -> bool:
+        """Whether each row has one wanted part, long enough to be worth a buffer of its own."""
+        wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
+        return (
+            self._hasher is None
+            and wanted_bytes >= _SCATTERED_BYTES
+            and target.dtype is self._request.dtype
+            and is_direct(target)
+            and _is_one_run(self._shape[dim + 1 :], lengths[dim + 1 :])
+        )
+
+    def _scatter_rows(
+        self,
+        begin: int,
+        dim: int,
+        row_bytes: int,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
+        target: torch.Tensor,
+    ) -> None:
+        """Read the wanted part of each row to its place, and what lies between to nowhere.
+
+        The gaps share one small buffer that stays in the cache, so that only what is wanted
+        is written to memory.
+        """
+        wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
+        lead = _ravel(self._shape[dim + 1 :], offsets[dim + 1 :]) * self._itemsize
+        gap_bytes = row_bytes - wanted_bytes
+        gap = byte_view(self._staging.take(gap_bytes))
+        view = byte_view(target)
+        most = max(1, min(_SCATTERED_ROWS, _PIECE_BYTES // row_bytes))
+        for row in range(0, lengths[dim], most):
+            count = min(most, lengths[dim] - row)
+            buffers: list[memoryview] = []
+            for position in range(row * wanted_bytes, (row + count) * wanted_bytes, wanted_bytes):
+                buffers += (view[position : position + wanted_bytes], gap)
+            self._reader.read_into(begin + row * row_bytes + lead, buffers[:-1])
 
     def _copy_rows(
         self,
@@ -432,22 +458,14 @@ class _Filler:
         offsets: tuple[int, ...],
         lengths: tuple[int, ...],
         target: torch.Tensor,
-    ) -> int:
-        """Copy what is wanted of some rows; how many they are."""
+    ) -> None:
+        """Copy what is wanted of some rows."""
         rows = rows.view(*(1,) * dim, -1, *self._shape[dim + 1 :])
         count = rows.shape[dim]
         for inner in range(dim + 1, len(lengths)):
             if lengths[inner] != self._shape[inner]:
                 rows = rows.narrow(inner, offsets[inner], lengths[inner])
         target.narrow(dim, row, count).copy_(rows)
-        return count
-
-    def _view(self, begin: int, nbytes: int) -> torch.Tensor | None:
-        """Bytes of the file as elements, if they are in memory already."""
-        view = self._reader.view(begin, nbytes)
-        if view is None or begin % self._itemsize:
-            return None
-        return torch.frombuffer(view, dtype=torch.uint8).view(self._request.dtype)
 
     def _stage(self, begin: int, nbytes: int) -> torch.Tensor:
         """Bytes of the file in the buffer, as elements of the stored dtype."""

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import numpy as np
-
 from reshard.stores.protocol import VersionConflict
 
 __all__ = ["LOCK_FILE", "LocalStore"]
@@ -34,10 +32,6 @@ _MOST_BUFFERS = 1024
 """How many buffers one call of preadv and pwritev takes (IOV_MAX on Linux)."""
 
 _SYNC_FILE_RANGE_WRITE = 2
-_HUGE_PAGE_BYTES = 2 << 20
-_CACHESTAT = 451
-"""The number of the system call, which the C library has no name for yet."""
-_MADV_POPULATE_READ = 22
 
 
 class LocalStore:
@@ -274,97 +268,12 @@ class _LocalReader(_LocalFile):
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._transfer(self._system.preadv, offset, buffers, self._cut_short)
 
-    def view(self, offset: int, nbytes: int) -> memoryview | None:
-        """A mapping, but only of what is in memory already.
-
-        A page that has to be fetched can fail to be, which in a mapping ends the process
-        with SIGBUS; `read_into` raises an error instead. So all pages are asked for first, in a
-        way that may fail.
-        """
-        end = offset + nbytes
-        if self._system is not os or nbytes == 0 or end > self.nbytes:
-            return None
-        # From one huge page to another: such are mapped as one, if the file lies in them.
-        begin = offset - offset % _HUGE_PAGE_BYTES
-        whole = min(-(-end // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, self.nbytes) - begin
-        # Private, so that it counts as writable, which torch asks of memory; nobody writes.
-        mapping = mmap.mmap(
-            self._descriptor,
-            whole,
-            flags=mmap.MAP_PRIVATE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=begin,
-        )
-        view = memoryview(mapping)[offset - begin : end - begin]
-        return view if self._is_cached(offset, view) and _can_be_read(view) else None
-
-    def _is_cached(self, offset: int, view: memoryview) -> bool:
-        """Whether the page cache has all pages of a view of the file."""
-        first = offset // mmap.PAGESIZE
-        count = -(-(offset + len(view)) // mmap.PAGESIZE) - first
-        asked = np.array([first * mmap.PAGESIZE, count * mmap.PAGESIZE], dtype=np.uint64)
-        found = np.zeros(5, dtype=np.uint64)
-        answer = _system_call()(
-            _CACHESTAT, self._descriptor, asked.ctypes.data, found.ctypes.data, 0
-        )
-        # Kernels before 6.5 do not know the question.
-        return int(found[0]) == count if answer == 0 else _is_resident(view)
-
     def _cut_short(self, offset: int) -> OSError:
         return OSError(
             errno.EIO,
             f"the file ends at {offset}, before the data that it should hold",
             str(self._path),
         )
-
-
-def _pages_of(view: memoryview) -> tuple[int, int]:
-    """The address of the first page of a view, and how many bytes there are to its end."""
-    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    begin = address - address % mmap.PAGESIZE
-    return begin, address + len(view) - begin
-
-
-def _can_be_read(view: memoryview) -> bool:
-    """Map all pages of a view now, without risk. Kernels before 5.14 cannot, and are trusted."""
-    begin, nbytes = _pages_of(view)
-    if _madvise()(begin, nbytes, _MADV_POPULATE_READ) == 0:
-        return True
-    return ctypes.get_errno() == errno.EINVAL
-
-
-def _is_resident(view: memoryview) -> bool:
-    """Whether all pages of a view are in the page cache."""
-    mincore = _mincore()
-    if mincore is None:
-        return False
-    begin, nbytes = _pages_of(view)
-    found = np.zeros(-(-nbytes // mmap.PAGESIZE), dtype=np.uint8)
-    answered = mincore(begin, nbytes, found.ctypes.data) == 0
-    # Only the lowest bit of each entry has a meaning.
-    return answered and bool((found & 1).all())
-
-
-@cache
-def _madvise() -> Any:
-    call = ctypes.CDLL(None, use_errno=True).madvise
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return call
-
-
-@cache
-def _system_call() -> Any:
-    call = ctypes.CDLL(None).syscall
-    call.argtypes = [ctypes.c_long, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
-    return call
-
-
-@cache
-def _mincore() -> Any:
-    call = getattr(ctypes.CDLL(None), "mincore", None)
-    if call is not None:
-        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    return call
 
 
 @cache

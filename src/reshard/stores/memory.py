@@ -90,9 +90,6 @@ class _MemoryFile:
             buffer[:] = part
             offset += len(buffer)
 
-    def view(self, offset: int, nbytes: int) -> memoryview | None:
-        return memoryview(self._content)[offset : offset + nbytes]
-
     def start_sync(self, offset: int, nbytes: int) -> None:
         """Nothing to do."""
 

@@ -44,9 +44,6 @@ class Reader(Protocol):
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers` one after the other from `offset` on; all or an error."""
 
-    def view(self, offset: int, nbytes: int) -> memoryview | None:
-        """The bytes themselves, to be read only; None if that would take any I/O."""
-
     def close(self) -> None:
         """Release the file. It may be called more than once."""
 
