@@ -21,8 +21,11 @@ from reshard.columnar.writes import WriteItems
 from reshard.contents import StorageTable
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.engine.collector import paused_collection
+from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.reading import Request, Verify, read_bytes
 from reshard.engine.writing import Content
+from reshard.format.checksum import Hasher
+from reshard.format.container import parse_header
 from reshard.format.manifest import Manifest
 from reshard.format.values import is_pickled
 from reshard.planner import (
@@ -38,6 +41,10 @@ from reshard.stores.protocol import Reader, Store
 from reshard.tensors.shards import whole_local_tensor
 
 __all__ = ["ShardFiles", "contents_of", "requests_of"]
+
+_HEADER_PIECE_BYTES = 1 << 20
+_MOST_EXPLAINED_BYTES = 64 << 20
+"""Longer headers that are damaged are not looked into for the reason."""
 
 
 # Writing
@@ -175,22 +182,30 @@ def _region_key(
 
 
 class ShardFiles:
-    """The shard files of a checkpoint, opened as they are needed."""
+    """The shard files of a checkpoint, opened as they are needed, and not too many at once."""
 
     def __init__(self, store: Store, manifest: Manifest, verify: Verify) -> None:
         self.store = store
         self.manifest = manifest
         self.verify = verify
         self.readers: dict[str, Reader] = {}
+        self._sizes: dict[str, int] = {}
+        self._files = OpenFiles(self._open, most_open_files())
 
     def open(self, file_id: int) -> str:
-        """Open a file, once, and make sure that it is the one that was written."""
+        """Make sure, once, that a file is the one that was written; from then on it can be read."""
         path = self.manifest.files[file_id]
-        if path in self.readers:
-            return path
+        if path not in self.readers:
+            self._sizes[path] = int(self.manifest.file_sizes[file_id])
+            reader = self._files.reader(path)
+            self._check_header(file_id, path, reader)
+            self.readers[path] = reader
+        return path
+
+    def _open(self, path: str) -> Reader:
         where = self.store.location
         try:
-            self.readers[path] = self.store.open_reader(path)
+            reader = self.store.open_reader(path)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(
                 f"the checkpoint at {where} lacks its file {path!r}. If it was overwritten "
@@ -200,25 +215,56 @@ class ShardFiles:
             raise CorruptCheckpointError(
                 f"the file {path!r} of the checkpoint at {where} cannot be opened: {error}"
             ) from error
-        found, expected = self.readers[path].nbytes, int(self.manifest.file_sizes[file_id])
+        found, expected = reader.nbytes, self._sizes[path]
         if found != expected:
+            reader.close()
             raise CorruptCheckpointError(
                 f"{path!r} of the checkpoint at {where} has {found} bytes; {expected} were written"
             )
-        if self.verify is not Verify.OFF:
-            read_bytes(
-                self.readers[path],
-                "the header",
-                0,
-                int(self.manifest.header_sizes[file_id]),
-                int(self.manifest.header_checksums[file_id]),
-                self.verify,
-                f"{path!r} of {where}",
+        return reader
+
+    def _check_header(self, file_id: int, path: str, reader: Reader) -> None:
+        """Compare the header with its checksum, whatever is verified of the data.
+
+        It tells the file of this save from one of another save that has the same layout.
+        """
+        nbytes = int(self.manifest.header_sizes[file_id])
+        hasher = Hasher()
+        for begin in range(0, nbytes, _HEADER_PIECE_BYTES):
+            piece = bytearray(min(_HEADER_PIECE_BYTES, nbytes - begin))
+            reader.read_into(begin, [memoryview(piece)])
+            hasher.update(piece)
+        found = hasher.intdigest()
+        expected = int(self.manifest.header_checksums[file_id]) & (1 << 64) - 1
+        if found == expected:
+            return
+        where = f"{path!r} of the checkpoint at {self.store.location}"
+        ours, theirs = self.manifest.notes.get("save_id"), self._save_id_in(reader, nbytes)
+        if ours and theirs and ours != theirs:
+            raise CorruptCheckpointError(
+                f"{where} belongs to another save (id {theirs} instead of {ours}): it was copied "
+                "in from another checkpoint. Put the original file back, or load another "
+                "checkpoint"
             )
-        return path
+        raise CorruptCheckpointError(
+            f"the header of {where} is damaged: its checksum is {found:016x}, it should be "
+            f"{expected:016x}. Load another checkpoint"
+        )
+
+    def _save_id_in(self, reader: Reader, nbytes: int) -> str | None:
+        """Which save a shard file says that it is of, if its header is sound."""
+        if nbytes > _MOST_EXPLAINED_BYTES:
+            return None
+        head = bytearray(nbytes)
+        reader.read_into(0, [memoryview(head)] if nbytes else [])
+        try:
+            _, notes, _ = parse_header(memoryview(head), reader.nbytes, "the file")
+        except CorruptCheckpointError:
+            return None
+        return notes.get("save_id")
 
     def read_value(self, name: str, row: int) -> bytes:
-        """A stored value, whose file is open."""
+        """A stored value, whose file was opened."""
         m = self.manifest
         path = m.files[int(m.value_files[row])]
         return read_bytes(
@@ -232,8 +278,7 @@ class ShardFiles:
         )
 
     def close(self) -> None:
-        for reader in self.readers.values():
-            reader.close()
+        self._files.close()
 
 
 def _commit(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
@@ -253,7 +298,7 @@ def fills_by_itself(planner: LoadPlanner) -> bool:
 def requests_of(
     items: Sequence[ReadItem], planner: LoadPlanner, files: ShardFiles, table: StorageTable
 ) -> tuple[list[Request], Values]:
-    """What to read for each item; all files that are needed are open afterwards."""
+    """What to read for each item; all files that are needed are checked afterwards."""
     with paused_collection():
         found = _Requests(planner, files, table)
         if fills_by_itself(planner) and isinstance(items, ReadItems) and items.untouched:

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -193,6 +194,30 @@ def test_a_shard_file_of_another_save_is_refused(checkpoint: Path, tmp_path: Pat
     # A part of a chunk has no checksum of its own; the id of the save tells.
     with pytest.raises(CorruptCheckpointError, match=SHARD):
         reshard.read_tensor(checkpoint, "model.weight", (slice(0, 1),))
+
+
+@pytest.mark.parametrize("verify", ["off", "chunks"])
+def test_a_shard_file_of_another_save_of_the_same_layout_is_refused_when_a_part_of_it_is_read(
+    verify: Literal["off", "chunks"], tmp_path: Path
+) -> None:
+    for number, name in enumerate(("one", "two")):
+        state = {"w": torch.full((4, 4), float(number))}
+        reshard.save(state, checkpoint_id=tmp_path / name, no_dist=True)
+    theirs, ours = (next((tmp_path / n).glob("*.safetensors")) for n in ("two", "one"))
+    shutil.copy(theirs, ours)
+
+    with pytest.raises(CorruptCheckpointError, match="another save.*copied in"):
+        reshard.read_tensor(tmp_path / "one", "w", (slice(0, 1),), verify=verify)
+
+
+def test_a_damaged_header_of_a_shard_file_is_found_even_without_verification(
+    checkpoint: Path,
+) -> None:
+    path = checkpoint / SHARD
+    overwrite(path, 20, flipped(path.read_bytes()[20]))
+
+    with pytest.raises(CorruptCheckpointError, match="header of.*is damaged"):
+        reshard.read_tensor(checkpoint, "model.weight", verify="off")
 
 
 TRUNCATED = """

@@ -98,6 +98,8 @@ def read_regions(
             direct.append(request)
         else:
             other.append([request])
+    # File by file: few have to be open at once, and disks like it.
+    other.sort(key=lambda alone: (alone[0].file, alone[0].begin))
     run_all(job.read, [*other, *_batches(direct)], threads)
     # One after the other, as they were planned: the last one stays.
     run_all(job.read, [[request] for request in shared], 1)
