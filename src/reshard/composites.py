@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from reshard.api import CheckpointException, CoverageError, ShapeMismatchError, StateDictError
 from reshard.format.values import Whole, encode_value, is_pickled
@@ -268,6 +269,7 @@ class CompositeTargets:
 
     def __init__(self) -> None:
         self._cuts: list[_Cut] = []
+        self._filled: list[torch.Tensor] = []
         self._kinds: dict[str, str] = {}
         self.covers: tuple[str, ...] = ()
         """What the names of all that is stored of the tensors here begin with."""
@@ -299,6 +301,8 @@ class CompositeTargets:
                     f"{name!r} has shape {shape}, but was saved with {stored[name].shape}"
                 )
             self.covers += (f"{name}.",)
+            if isinstance(value, torch.Tensor):
+                self._filled.append(value)
             self._kinds[f"{name}.{KIND}"] = _class_name(type(found[name][0].tensor))
             expanded[f"{name}.{KIND}"] = None
             parts = self._parts(name, found[name], stored[name])
@@ -355,7 +359,9 @@ class CompositeTargets:
         """Fill what could not be filled in place. To be called when all is read."""
         for cut in self._cuts:
             cut.copy()
-        self._cuts = []
+        # Autograd counts the changes of a tensor itself, not those of its parts.
+        increment_version(self._filled)
+        self._cuts, self._filled = [], []
 
 
 def _check_not_plain(name: str, metadata: Metadata) -> None:

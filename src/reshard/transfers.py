@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import increment_version
 
 from reshard.api import CorruptCheckpointError, PlanError, _noting
 from reshard.columnar.reads import ReadItems
@@ -38,7 +39,7 @@ from reshard.planner import (
 )
 from reshard.planning.columns import BYTES, DTYPES
 from reshard.stores.protocol import Reader, Store
-from reshard.tensors.shards import whole_local_tensor
+from reshard.tensors.shards import is_plain, whole_local_tensor
 
 __all__ = ["ShardFiles", "contents_of", "requests_of"]
 
@@ -306,7 +307,17 @@ def requests_of(
         else:
             for item in items:
                 found.add(item)
+        if isinstance(planner, DefaultLoadPlanner):
+            _count_changes(found.requests, planner)
     return found.requests, found.values
+
+
+def _count_changes(requests: Sequence[Request], planner: DefaultLoadPlanner) -> None:
+    """Tell autograd about DTensors and the like, whose local tensors are what is filled."""
+    values = (planner.state_dict.get(name) for name in {request.into for request in requests})
+    increment_version(
+        [value for value in values if isinstance(value, torch.Tensor) and not is_plain(value)]
+    )
 
 
 class _Requests:

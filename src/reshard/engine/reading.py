@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from reshard.api import CorruptCheckpointError
 from reshard.engine.memory import Staging, byte_view, is_direct
@@ -87,6 +88,9 @@ def read_regions(
 
     `advance` is told of them as they come, from several threads.
     """
+    # Memory is filled past torch, and autograd must know: a graph that needs the old values
+    # would compute wrong gradients.
+    increment_version([request.target for request in requests])
     job = _Job(readers, verify, where, advance)
     direct, other = [], []
     apart, shared = _split_by_sharing(requests)
