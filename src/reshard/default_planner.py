@@ -58,7 +58,7 @@ from reshard.planner_helpers import (
     _create_write_items as _create_write_items,
 )
 from reshard.tensors.flatten import Rules, StatePath, flatten_state_dict, set_element
-from reshard.tensors.shards import DTensorReader, find_state_dict_object
+from reshard.tensors.shards import DTensorReader, check_local_memory, find_state_dict_object
 
 logger = logging.getLogger(__name__)
 
@@ -324,6 +324,9 @@ class DefaultLoadPlanner(LoadPlanner):
         wanted = self.state_dict
         if self.exclude:
             wanted = {name: value for name, value in wanted.items() if not self.excludes(name)}
+        if self.keeps_tensors():
+            for name, value in wanted.items():
+                check_local_memory(name, value)
         return create_default_local_load_plan(wanted, self.metadata, not self.allow_partial_load)
 
     def excludes(self, name: str) -> bool:

@@ -39,7 +39,7 @@ from reshard.planner import (
 )
 from reshard.planning.columns import BYTES, DTYPES
 from reshard.stores.protocol import Reader, Store
-from reshard.tensors.shards import is_plain, whole_local_tensor
+from reshard.tensors.shards import check_allocated, is_plain, whole_local_tensor
 
 __all__ = ["ShardFiles", "contents_of", "requests_of"]
 
@@ -113,6 +113,7 @@ class _Contents:
             if local is None or local.dtype is not dtype:
                 self.add(items.make(position))
                 continue
+            check_allocated(name, local)
             key = _region_key(name, shape[:dims], offsets[:dims], here)
             nbytes = math.prod(here) * dtype.itemsize
             self._append(key, dtype, here, nbytes, partial(_same, local))
@@ -164,6 +165,7 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
             f"{item.index.fqn!r}, which is planned with {tuple(data.chunk.sizes)}"
         )
     tensor = tensor.detach()
+    check_allocated(item.index.fqn, tensor)
     return tensor if tensor.dtype is data.properties.dtype else tensor.to(data.properties.dtype)
 
 
@@ -344,6 +346,7 @@ class _Requests:
                 f"resolve_tensor returned a tensor of shape {tuple(tensor.shape)} for "
                 f"{item.dest_index.fqn!r}, to be filled with {tuple(item.lengths)}"
             )
+        check_allocated(item.dest_index.fqn, tensor)
         self.requests.append(
             Request(
                 name=name,
@@ -397,6 +400,7 @@ class _Requests:
             if target is None:
                 self.add(items.make(i))
                 continue
+            check_allocated(base.names[dest], target)
             if file not in paths:
                 paths[file] = self._files.open(file)
             name = base.names[stored]

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import torch
 
-from reshard.api import CorruptCheckpointError, UnsafeValueError
+from reshard.api import CorruptCheckpointError, UnsafeValueError, UnsupportedLayoutError
 
 __all__ = ["MAGIC", "Whole", "decode_value", "encode_value", "is_pickled"]
 
@@ -185,6 +185,8 @@ def _array(array: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], bytes]:
 def _tensor(value: torch.Tensor, depth: int) -> msgspec.msgpack.Ext:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise _Unknown(value)
+    if value.numel() and not value.untyped_storage().nbytes():
+        raise UnsupportedLayoutError("the memory of a tensor within the value was freed")
     flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # A tensor of one element counts as contiguous whatever its stride; a view does not.
     flat = flat.as_strided(flat.shape, (1,))

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from reshard.api import PlanError, UnsupportedLayoutError
 from reshard.metadata import STATE_DICT_TYPE, MetadataIndex
 from reshard.tensors.foreign import to_chunk
-from reshard.tensors.layout import Cut, Region, local_regions
+from reshard.tensors.layout import Cut, Region, elements_spanned, local_regions
 from reshard.tensors.wrappers import is_composite
 
 __all__ = [
@@ -27,6 +27,8 @@ __all__ = [
     "DTensorReader",
     "HeldShards",
     "LocalShard",
+    "check_allocated",
+    "check_local_memory",
     "check_memory",
     "composite_shards",
     "describes_itself",
@@ -243,6 +245,29 @@ def check_memory(fqn: str, tensor: Any) -> None:
             "save the tensors that it consists of, or give it torch's checkpointable protocol "
             "(__create_write_items__ and so on)"
         )
+
+
+def check_allocated(fqn: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose storage was freed: to touch its memory would end the process."""
+    if tensor.layout is not torch.strided:
+        return
+    held = tensor.untyped_storage().nbytes()
+    if held >= tensor.nbytes:
+        return
+    # A tensor may also be larger than its memory, such as an expanded one.
+    last = tensor.storage_offset() + elements_spanned(tensor.shape, tensor.stride())
+    if tensor.numel() and held < last * tensor.itemsize:
+        raise UnsupportedLayoutError(
+            f"the memory of {fqn!r} was freed, as FSDP does with parameters in use: save and load "
+            "a state dict that was asked for outside of the forward and backward pass"
+        )
+
+
+def check_local_memory(fqn: str, value: Any) -> None:
+    """Refuse a tensor whose local memory was freed."""
+    local = value if type(value) in _PLAIN else plain_local_tensor(value)
+    if local is not None:
+        check_allocated(fqn, local)
 
 
 def describes_itself(value: Any, method: str) -> bool:

@@ -25,7 +25,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from reshard.api import UnsupportedLayoutError
 from reshard.tensors.layout import elements_spanned
-from reshard.tensors.shards import is_dense
+from reshard.tensors.shards import check_allocated, is_dense
 from reshard.tensors.wrappers import joined, parts_of
 
 __all__ = ["Layout", "Survey", "addresses_in", "survey"]
@@ -344,11 +344,7 @@ def _check_memory(tensor: torch.Tensor, path: Path) -> None:
         raise UnsupportedLayoutError(
             f"{_spell(path)} is a nested tensor of the strided kind; use layout=torch.jagged"
         )
-    if tensor.untyped_storage().nbytes() == 0 and tensor.numel():
-        raise UnsupportedLayoutError(
-            f"the memory of {_spell(path)} was freed, as FSDP does with parameters in use: save a "
-            "state dict that was asked for outside of the forward and backward pass"
-        )
+    check_allocated(_name(path), tensor)
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
@@ -387,7 +383,11 @@ def _take_subclass_apart(tensor: Any) -> _Parts:
 
 
 def _spell(path: Path) -> str:
-    return repr(".".join(map(str, path)))
+    return repr(_name(path))
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 # Memory that several tensors share
