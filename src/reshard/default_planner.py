@@ -440,7 +440,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             value: Any = entry
             if isinstance(entry, TensorStorageMetadata):
                 check_complete(name, entry)
-                value = torch.empty(entry.size, dtype=entry.properties.dtype)
+                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             set_element(state_dict, paths.get(name, (name,)), value)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 

@@ -100,7 +100,7 @@ def _memory_for(entry: TensorStorageMetadata, parameter: Any) -> torch.Tensor:
         if made is not None:
             return made
     if math.prod(entry.size) <= 1 or not (dist.is_available() and dist.is_initialized()):
-        return torch.empty(entry.size, dtype=dtype)
+        return torch.empty(entry.size, dtype=dtype, device="cpu")
     return chunk_sharded(entry.size, dtype)
 
 

@@ -235,7 +235,7 @@ def read_tensor(
     items = create_read_items_for_chunk_list(fqn, entry, [chunk])
     if sum(item.lengths.numel() for item in items) != math.prod(sizes):
         raise CoverageError(f"the checkpoint does not hold all of {fqn!r} in that region")
-    tensor = torch.empty(sizes, dtype=entry.properties.dtype)
+    tensor = torch.empty(sizes, dtype=entry.properties.dtype, device="cpu")
     planner = _OneTensorPlanner(tensor)
     reader.set_up_storage_reader(metadata, True)
     reader.read_data(LoadPlan(items), planner).wait()

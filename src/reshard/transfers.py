@@ -316,7 +316,8 @@ def requests_of(
 
 def _count_changes(requests: Sequence[Request], planner: DefaultLoadPlanner) -> None:
     """Tell autograd about DTensors and the like, whose local tensors are what is filled."""
-    values = (planner.state_dict.get(name) for name in {request.into for request in requests})
+    state_dict = getattr(planner, "state_dict", {})
+    values = (state_dict.get(name) for name in {request.into for request in requests})
     increment_version(
         [value for value in values if isinstance(value, torch.Tensor) and not is_plain(value)]
     )

@@ -60,3 +60,34 @@ def test_no_module_of_planning_imports_torch_distributed() -> None:
         if speaks_to_other_ranks(module)
     ]
     assert guilty == []
+
+
+FACTORIES = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"}
+FACTORIES |= {"ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"}
+
+
+def factories_without_a_device(source: str) -> list[int]:
+    """The lines that make a tensor wherever `torch.set_default_device` says."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="torch"), attr=name), keywords=keywords
+            ) if name in FACTORIES and all(keyword.arg != "device" for keyword in keywords):
+                found.append(node.lineno)
+    return found
+
+
+def test_the_scan_sees_a_factory_without_a_device() -> None:
+    source = "import torch\nx = torch.zeros(3)\ny = torch.zeros(3, device='cpu')"
+    assert factories_without_a_device(source) == [2]
+
+
+def test_every_tensor_that_we_make_says_on_which_device() -> None:
+    root = Path(reshard.__file__).parent
+    guilty = [
+        f"{path.relative_to(root)}:{line}"
+        for path in sorted(root.rglob("*.py"))
+        for line in factories_without_a_device(path.read_text())
+    ]
+    assert guilty == []

@@ -45,7 +45,7 @@ class Staging:
         if self._buffer is None or self._buffer.nbytes < nbytes:
             pinned = torch.cuda.is_available()
             size = max(nbytes, min(self._nbytes, max(nbytes, 1 << 20)))
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._buffer[:nbytes]
 
 

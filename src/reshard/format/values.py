@@ -338,7 +338,7 @@ def _to_tensor(content: Any) -> torch.Tensor:
         raise ValueError("a quantized tensor")
     _check_extents(shape, dtype.itemsize, len(data))
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
 
 

@@ -418,7 +418,7 @@ def _new_names(
 def _placeholder(entry: _Entry) -> Any:
     if isinstance(entry, BytesStorageMetadata):
         return None
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
 
 
 def _fitting(existing: Any, entry: _Entry, make: Callable[[TensorStorageMetadata], Any]) -> Any:
