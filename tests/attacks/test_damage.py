@@ -206,7 +206,7 @@ def test_a_shard_file_of_another_save_of_the_same_layout_is_refused_when_a_part_
     theirs, ours = (next((tmp_path / n).glob("*.safetensors")) for n in ("two", "one"))
     shutil.copy(theirs, ours)
 
-    with pytest.raises(CorruptCheckpointError, match=r"another save.*two.*copied in"):
+    with pytest.raises(CorruptCheckpointError, match=r"another save.*copied in"):
         reshard.read_tensor(tmp_path / "one", "w", (slice(0, 1),), verify=verify)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reshard
 from reshard.api import (
+    CheckpointException,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -513,3 +515,36 @@ def test_sixteen_ranks_save_and_load(store: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("store", ["tcp", "tcp on rank 0"])
 def test_ranks_that_met_at_a_server_save_and_load(store: Any, tmp_path: Path) -> None:
     assert run_ranks(3, save_and_load_once, str(tmp_path), store=store) == [True] * 3
+
+
+# Ranks that mean different checkpoints
+
+
+def load_from(places: list[str]) -> Any:
+    rank = dist.get_rank()
+    state_dict = {"w": torch.zeros(2)}
+    try:
+        reshard.load(state_dict, checkpoint_id=places[rank])
+    except CheckpointException as error:
+        return state_dict["w"].tolist(), str(error)
+    return state_dict["w"].tolist(), ""
+
+
+def test_ranks_that_open_different_checkpoints_load_nothing(tmp_path: Path) -> None:
+    for step in (1, 2):
+        state_dict = {"w": torch.full((2,), float(step))}
+        reshard.save(state_dict, checkpoint_id=tmp_path / str(step), no_dist=True)
+    places = [str(tmp_path / step) for step in "112"]
+    for values, message in run_ranks(3, load_from, places):
+        assert values == [0.0, 0.0]
+        assert "ranks opened different checkpoints" in message
+        for rank in (0, 2):
+            save_id = reshard.FileSystemReader(places[rank]).read_metadata().storage_meta.save_id
+            assert f"rank {rank} the save {save_id} at '{places[rank]}'" in message
+
+
+def test_ranks_may_load_copies_of_one_checkpoint(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for values, message in run_ranks(2, load_from, [str(tmp_path / "a"), str(tmp_path / "b")]):
+        assert values == [1.0, 1.0], message
