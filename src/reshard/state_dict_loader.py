@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +20,10 @@ import torch.distributed as dist
 from reshard.api import CheckpointException, CoverageError, MissingKeyError, _noting
 from reshard.background.backlog import backlog, place_of
 from reshard.composites import KIND, stored_shards
+from reshard.coordination.agreement import agree_on_checkpoint, announce_load
 from reshard.coordination.channel import (
     DEFAULT_TIMEOUT_SECONDS,
     Channel,
-    agree,
     open_channel,
     telling_others,
 )
@@ -361,7 +360,7 @@ class _Load:
     def _run(self) -> LoadReport:
         # States are asked for, and given back, only when no rank can fail for another reason:
         # both may communicate, and would wait for the rank that failed.
-        self.channel.gather_scatter("open", self.open, _agree_on_checkpoint)
+        self.channel.gather_scatter("open", self.open, agree_on_checkpoint)
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
         unexpected, plan = msgspec.msgpack.decode(reply)
         self.report.unexpected = self._name_unexpected(unexpected)
@@ -375,10 +374,7 @@ class _Load:
         refuse_dcp(self.planner, self.reader)
         backlog().settle(place_of(self.reader))
         self.metadata, is_common = self._read_metadata()
-        opened = self.metadata.storage_meta if is_common else None
-        if opened is None or not opened.save_id:
-            return b"load"
-        return f"load the save {opened.save_id} at {str(opened.checkpoint_id)!r}".encode()
+        return announce_load(self.metadata.storage_meta if is_common else None)
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
         """The metadata, and whether it is common to all ranks or that of this rank only."""
@@ -542,30 +538,6 @@ class _Load:
                 self.state_dict[key] = _unmarked(
                     self.state_dict[key], self.template[key], (key,), self.rank_values
                 )
-
-
-_OPENED = re.compile(r"load the save (\S+) at (.*)", re.DOTALL)
-
-
-def _agree_on_checkpoint(messages: Sequence[bytes]) -> Sequence[bytes]:
-    """Check that all ranks announced a load, and of the same save."""
-    intents = [message.decode() for message in messages]
-    agree([b"load" if intent.startswith("load ") else intent.encode() for intent in intents])
-    opened = {rank: _OPENED.fullmatch(intent) for rank, intent in enumerate(intents)}
-    # Storages of users need not know which save a checkpoint is of.
-    known = {rank: (match[1], match[2]) for rank, match in opened.items() if match}
-    first: dict[str, int] = {}
-    for rank, (save_id, _) in known.items():
-        first.setdefault(save_id, rank)
-    if len(first) > 1:
-        shown = [(rank, *known[rank]) for rank in list(first.values())[:4]]
-        raise CheckpointException(
-            "ranks opened different checkpoints: "
-            + ", ".join(f"rank {rank} the save {save_id} at {at}" for rank, save_id, at in shown)
-            + ". Pass the same place on all ranks; if it is the same, the checkpoint was replaced "
-            "while it was opened: load again"
-        )
-    return messages
 
 
 def _gives_template(value: Any) -> bool:
