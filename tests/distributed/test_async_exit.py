@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import reshard
-from reshard.api import CheckpointNotFoundError
 from reshard.state_dict_saver import AsyncCheckpointerType
 from support.background import PROMPTLY, Gate, both_kinds, files_in_memory, is_running, wait_until
 
@@ -155,25 +157,90 @@ future.result()
 """
 
 
-def test_a_worker_does_not_outlive_a_trainer_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_handles", [True, False])
+def test_a_worker_ends_at_once_with_a_trainer_that_was_killed(
+    has_handles: bool, tmp_path: Path
+) -> None:
+    reshard.save({"weight": torch.zeros(1000)}, checkpoint_id=tmp_path / "place")
     in_memory = files_in_memory()
     gate = Gate(tmp_path)
+    script = DIES if has_handles else f"import os\ndel os.pidfd_open\n{DIES}"
     with subprocess.Popen(
-        [sys.executable, str(_write_script(tmp_path, DIES)), str(tmp_path)],
+        [sys.executable, str(_write_script(tmp_path, script)), str(tmp_path)],
         stdout=subprocess.PIPE,
     ) as trainer:
         assert trainer.stdout is not None
         worker = int(trainer.stdout.readline())
         wait_until(lambda: gate.is_reached_by(worker))
         trainer.kill()
-    assert is_running(worker)
-    gate.open()
 
+    # It is in the middle of a save, which nobody lets go on.
     wait_until(lambda: not is_running(worker), PROMPTLY)
+    gate.open()
     wait_until(lambda: files_in_memory() <= in_memory, PROMPTLY)
-    # All of it is there, or nothing.
-    try:
-        found = reshard.read_state_dict(tmp_path / "place")
-    except CheckpointNotFoundError:
-        return
-    assert torch.equal(found["weight"], torch.ones(1000))
+    found = reshard.read_state_dict(tmp_path / "place")
+    assert torch.equal(found["weight"], torch.zeros(1000)), "a save without a trainer was committed"
+
+
+def test_a_worker_that_starts_when_its_trainer_has_ended_ends_too(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as trainer:
+        handle = os.pidfd_open(trainer.pid)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        code = (
+            "import sys; from reshard.background.worker import main; main(*map(int, sys.argv[1:]))"
+        )
+        outcome = subprocess.run(
+            [sys.executable, "-c", code, str(theirs.fileno()), str(trainer.pid), str(handle)],
+            pass_fds=[theirs.fileno(), handle],
+            timeout=PROMPTLY,
+            check=False,
+        )
+    os.close(handle)
+
+    assert outcome.returncode == 1
+
+
+SIGNALLED = """
+import os, signal, threading
+import reshard, torch
+from reshard.background.saves import worker_of_this_process
+from reshard.state_dict_saver import AsyncCheckpointerType
+from support.background import Gate, GatedWriter, wait_until
+
+folder = sys.argv[1]
+gate, handled = Gate(folder), []
+signals = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT]
+for number in signals:
+    signal.signal(number, lambda number, frame: handled.append(number))
+reshard.prewarm({}, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+worker = worker_of_this_process().start().pid
+future = reshard.async_save(
+    {"weight": torch.ones(1000)},
+    storage_writer=GatedWriter(f"{folder}/place", gate),
+    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+)
+wait_until(lambda: gate.is_reached_by(worker))
+for number in signals:
+    # To the group, as a terminal does; and to each process, as some schedulers do.
+    os.killpg(0, number)
+    os.kill(worker, number)
+wait_until(lambda: set(handled) == set(signals))
+gate.open()
+future.result()
+assert worker_of_this_process().start().pid == worker, "it was another worker that saved"
+"""
+
+
+def test_a_worker_goes_on_when_the_trainer_handles_a_signal_to_both(tmp_path: Path) -> None:
+    outcome = subprocess.run(
+        [sys.executable, str(_write_script(tmp_path, SIGNALLED)), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,
+    )
+
+    assert outcome.returncode == 0, outcome.stderr
+    assert reshard.read_tensor(tmp_path / "place", "weight").eq(1).all()

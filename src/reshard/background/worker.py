@@ -2,7 +2,9 @@
 
 Started once, as a fresh interpreter; it lives as long as the trainer and serves one save
 at a time. It sees the staging memory itself, and meets the workers of the other ranks
-without the trainers' help. When the trainer is gone, however that came about, it ends.
+without the trainers' help. When the trainer is gone, however that came about, it ends at
+once, in the middle of a save too: nothing of that is visible, and the job that takes the
+trainer's place must not find an older save committed over its own.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ import faulthandler
 import multiprocessing.spawn
 import os
 import pickle
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,8 +41,7 @@ __all__ = ["FailedThere", "Request", "Worker", "describe_script"]
 _LAST_WORDS_BYTES = 4000
 _STOP_SECONDS = 10.0
 _NICENESS = 5
-_ORPHAN_SECONDS = 300.0
-"""How long a worker may go on with the save that its trainer left it."""
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,19 @@ class Worker:
         # Not through multiprocessing, which refuses in a process that is a daemon itself, and
         # imports the user's main module even if nothing in it is needed.
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, _handle_of_this_process() as trainer:
             code = (
-                f"import sys; sys.path[:] = {sys.path!r}; "
-                f"from {__name__} import main; main({theirs.fileno()}, {os.getpid()})"
+                f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; "
+                f"main({theirs.fileno()}, {os.getpid()}, {trainer})"
             )
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own code
                 [multiprocessing.spawn.get_executable(), "-c", code],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *([] if trainer is None else [trainer])],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                # What a terminal or a scheduler sends to the group of the trainer is for the
+                # trainer, which may handle it.
+                start_new_session=True,
             )
         self._pipe = Connection(ours.detach())
         self._last_words = b""
@@ -177,19 +183,40 @@ class Worker:
         self._listener.join(_STOP_SECONDS)
 
 
+@contextlib.contextmanager
+def _handle_of_this_process() -> Iterator[int | None]:
+    """A descriptor that tells whoever holds it when this process ends; None if there is none.
+
+    Unlike a process id, it can never come to mean another process.
+    """
+    try:
+        handle = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        yield None
+        return
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
 # The worker's side
 
 
-def main(descriptor: int, trainer: int) -> None:
-    """Serve the trainer at the other end of a socket until it hangs up."""
-    # Ctrl-C reaches every process of a terminal; what becomes of the save is for the trainer.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main(descriptor: int, trainer: int, handle: int | None) -> None:
+    """Serve the trainer at the other end of a socket until it hangs up or ends."""
+    watch = threading.Thread(
+        target=_end_with, args=(trainer, handle), name="reshard-watch", daemon=True
+    )
+    watch.start()
+    # A scheduler may signal every process of a job. What that means for a save is for the
+    # trainer to say. Not ignored, since that would be passed on to children.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _stay)
     faulthandler.enable()
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
-    watch = threading.Thread(target=_watch, args=(trainer,), name="reshard-watch", daemon=True)
-    watch.start()
     pipe = Connection(descriptor)
     # The trainer is gone when there is nothing more to read.
     with contextlib.suppress(EOFError, OSError):
@@ -202,22 +229,23 @@ def main(descriptor: int, trainer: int) -> None:
     os._exit(0)
 
 
-def _watch(trainer: int) -> None:
-    """End when the trainer has, also if a child of it still holds its end of the socket.
-
-    Not in the middle of a save: with luck, that can be finished without the trainer.
-    """
-    while os.getppid() == trainer:
-        time.sleep(1.0)
-    _idle.wait(_ORPHAN_SECONDS)
-    os._exit(0 if _idle.is_set() else 1)
+def _stay(number: int, frame: FrameType | None) -> None:
+    """Go on."""
 
 
-_idle = threading.Event()
+def _end_with(trainer: int, handle: int | None) -> None:
+    """End when the trainer has, also if a child of it still holds its end of the socket."""
+    if handle is not None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(handle, selectors.EVENT_READ)
+            selector.select()
+    else:
+        while os.getppid() == trainer:
+            time.sleep(_POLL_SECONDS)
+    os._exit(1)
 
 
 def _serve_all(pipe: Connection, serve: Serve) -> None:
-    _idle.set()
     segments: dict[int, torch.Tensor] = {}
     while True:
         kind, content, *rest = pipe.recv()
@@ -229,13 +257,11 @@ def _serve_all(pipe: Connection, serve: Serve) -> None:
         request: Request = content
         for key in [key for key in segments if key not in request.live_segments]:
             del segments[key]
-        _idle.clear()
         try:
             answer = "done", pickle.dumps(serve(request, segments[request.segment]))
         except BaseException as error:  # noqa: BLE001 - raised by the trainer's future
             answer = "failed", encode_error(error)
         pipe.send(answer)
-        _idle.set()
 
 
 class MainModule:
