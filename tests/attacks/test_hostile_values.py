@@ -7,6 +7,8 @@ import datetime
 import io
 import pickle
 import struct
+import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,23 @@ ATTACKS: dict[str, bytes] = {
     "a day that never was": tagged(ext(49, "2023-02-29")),
     "a time that never was": tagged(ext(50, "25:00:00")),
     "a time span beyond all time": tagged(ext(51, [10**12, 0, 0])),
+    "a map with a key that is a number": tagged({1: 2}),
+    "a map with a key that is a list": tagged({(1, 2): 3}),
+    "a map with a key that is an extension": tagged(b"\x81\xc7\x02\x01\x91\x01\x02"),
+    "an extension longer than its data": tagged(b"\xc7\x09\x01\x90"),
+    "an extension shorter than its data": tagged(b"\xc7\x01\x01\x90\x90"),
+    "a tuple of a dict": tagged(ext(1, {"a": 1})),
+    "a dict of texts": tagged(ext(2, ["ab"])),
+    "a deque of a text": tagged(ext(11, ["ab", None])),
+    "a defaultdict of a number": tagged(ext(12, [ext(5, b"\xc5\x40\x00" + b"\1" * 16384), []])),
+    "an array of a million dimensions": tagged(ext(16, ["|u1", [2**61] * 1_000_000, b""])),
+    "an array of 1000 dimensions": tagged(ext(16, ["|u1", [1] * 1000, b"\0"])),
+    "a tensor of a million dimensions": tagged(ext(35, ["uint8", [2**61] * 1_000_000, b""])),
+    "no texts of 4 GB": tagged(ext(16, ["<U999999999", [0], b""])),
+    "a size beyond 64 bits": tagged(ext(32, [2**64 - 1])),
+    "a zone that climbs": tagged(ext(48, ["2024-01-01T00:00:00", 0, "../../etc/passwd"])),
+    "a zone without end": tagged(ext(48, ["2024-01-01T00:00:00", 0, "A" * 100_000])),
+    "a moment of four parts": tagged(ext(48, ["2024-01-01T00:00:00", 0, "UTC", 1])),
     "a timestamp that never was": tagged(b"\xc7\x0c\xff" + b"\xff" * 12),
 }
 
@@ -152,6 +171,78 @@ def test_a_hostile_value_that_is_not_refused_yet(data: bytes, checkpoint: Path) 
     replace_value(checkpoint, "step", data)
     with memory_limit():
         check_refused(lambda: type(load_step(checkpoint)), "'step'")
+
+
+def test_an_error_about_a_hostile_value_stays_short(checkpoint: Path) -> None:
+    for content in (["|u1", [2**61] * 200, b""], ["x" * 1_000_000, [], b""]):
+        replace_value(checkpoint, "step", tagged(ext(16, content)))
+        assert len(check_refused(lambda: load_step(checkpoint), "'step'")) < 500
+
+
+# Everything that a file says takes time in proportion to it. What these take is a tenth of a
+# second or less; without the checks, from ten seconds to for ever.
+
+_SECONDS = 2.0
+_HASH = sys.hash_info.modulus
+
+
+def _big(number: int) -> msgspec.msgpack.Ext:
+    return ext(5, pack(number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)))
+
+
+def _deep(depth: int, inside: bytes, wrap: Any) -> bytes:
+    for _ in range(depth):
+        inside = wrap(inside)
+    return inside
+
+
+SLOW: dict[str, bytes] = {
+    "a dict of numbers with one hash": tagged(
+        ext(2, [[_big(_HASH * n), None] for n in range(1, 20_000)])
+    ),
+    "a set of numbers with one hash": tagged(ext(3, [_big(_HASH * n) for n in range(1, 20_000)])),
+    "a set of tuples with one hash": tagged(
+        ext(4, [ext(1, [_big(_HASH * n)]) for n in range(1, 20_000)])
+    ),
+    "a set of complex numbers with one hash": tagged(
+        ext(3, [ext(6, [-1000003.0 * n, float(n)]) for n in range(20_000)])
+    ),
+    "a Counter of numbers with one hash": tagged(
+        ext(10, [[_big(_HASH * n), 1] for n in range(1, 20_000)])
+    ),
+    "a map of lists with one hash": tagged(
+        b"\xde\x4e\x20" + b"".join(b"\x91" + pack(_HASH * (n % 8)) + b"\0" for n in range(20_000))
+    ),
+    "a tuple 60 deep with an unknown dtype at its bottom": tagged(
+        _deep(60, pack(ext(33, 5)), lambda inside: pack(ext(1, b"\x91" + inside)))
+    ),
+    "lists 60 deep with bytes, texts and an unknown tag at their bottom": tagged(
+        _deep(60, pack(ext(99, None)), lambda inside: b"\x93\xa1a\xc4\x01b" + inside)
+    ),
+}
+
+
+@pytest.mark.parametrize("data", SLOW.values(), ids=SLOW.keys())
+def test_a_value_made_to_take_long_is_refused_at_once(data: bytes) -> None:
+    began = time.perf_counter()
+    with pytest.raises(CorruptCheckpointError, match="'step'"):
+        decode_value(data, "step")
+    assert time.perf_counter() - began < _SECONDS
+
+
+def test_a_million_ordinary_elements_are_read_at_once() -> None:
+    values: list[Any] = [
+        list(range(1_000_000)),
+        [n / 3 for n in range(1_000_000)],
+        set(range(1_000_000)),
+        {n: n for n in range(300_000)},
+        [{"a": n, "b": [1.5, "x"]} for n in range(100_000)],
+    ]
+    for value in values:
+        data = encode_value(value)
+        began = time.perf_counter()
+        assert decode_value(data, "step") == value
+        assert time.perf_counter() - began < _SECONDS
 
 
 class _Bomb:

@@ -8,17 +8,22 @@ import datetime
 import decimal
 import enum
 import math
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.api import CorruptCheckpointError, UnsafeValueError
+import reshard.format.values as values_module
+from reshard.api import CorruptCheckpointError, UnsafeValueError, UnsupportedFormatError
 from reshard.format.values import decode_value, encode_value, is_pickled
+from reshard.planning.columns import DTYPES
 
 HOUR = datetime.timezone(datetime.timedelta(hours=1))
 
@@ -248,6 +253,68 @@ def test_a_text_with_half_a_surrogate_pair_can_be_saved(value: Any) -> None:
 
 def test_the_second_of_two_equal_hours_stays_the_second() -> None:
     assert round_trip(datetime.datetime(2024, 10, 27, 2, 30, fold=1)).fold == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        datetime.datetime(2024, 7, 1, 12, 30, tzinfo=ZoneInfo("Europe/Berlin")),
+        datetime.datetime(2024, 10, 27, 2, 30, fold=1, tzinfo=ZoneInfo("Europe/Berlin")),
+        datetime.time(9, 30, tzinfo=ZoneInfo("America/New_York")),
+    ],
+)
+def test_a_time_keeps_its_zone_by_name(value: Any) -> None:
+    back = round_trip(value)
+    assert back == value
+    assert back.fold == value.fold
+    assert back.tzinfo.key == value.tzinfo.key
+
+
+def _forget_zones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(key: str) -> Any:
+        raise ZoneInfoNotFoundError(key)
+
+    monkeypatch.setattr(values_module, "ZoneInfo", unknown)
+
+
+def test_a_datetime_of_an_unknown_zone_keeps_its_offset(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    value = datetime.datetime(2024, 7, 1, 12, 30, tzinfo=ZoneInfo("Europe/Berlin"))
+    data = encode_value(value)
+    _forget_zones(monkeypatch)
+    back = decode_value(data, "when")
+    assert back == value
+    assert back.utcoffset() == datetime.timedelta(hours=2)
+    assert "Europe/Berlin" in caplog.text
+
+
+def test_a_time_of_an_unknown_zone_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode_value(datetime.time(9, 30, tzinfo=ZoneInfo("Europe/Berlin")))
+    _forget_zones(monkeypatch)
+    with pytest.raises(UnsupportedFormatError, match=r"'when'.*'Europe/Berlin'.*tzdata"):
+        decode_value(data, "when")
+
+
+def test_keys_that_a_reader_would_refuse_are_pickled() -> None:
+    assert is_pickled(encode_value({n * sys.hash_info.modulus for n in range(100)}))
+    assert not is_pickled(encode_value({n * sys.hash_info.modulus for n in range(50)}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [[2], [0], [1] * 100])
+def test_a_tensor_of_any_dtype_is_a_value_or_a_clear_error(
+    dtype: torch.dtype, shape: list[int]
+) -> None:
+    nbytes = math.prod(shape) * dtype.itemsize
+    content = (str(dtype).removeprefix("torch."), shape, b"\1" * nbytes)
+    extension = msgspec.msgpack.Ext(35, msgspec.msgpack.encode(content))
+    try:
+        value = decode_value(b"RSV1M" + msgspec.msgpack.encode(extension), "x")
+    except CorruptCheckpointError:
+        assert str(dtype).startswith(("torch.qint", "torch.quint"))
+    else:
+        assert (value.dtype, [*value.shape]) == (dtype, shape)
 
 
 hashables = st.recursive(

@@ -13,26 +13,43 @@ from __future__ import annotations
 import argparse
 import datetime
 import io
+import logging
 import math
 import pickle
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, Union
+from zoneinfo import ZoneInfo
 
 import msgspec
 import numpy as np
 import torch
 
-from reshard.api import CorruptCheckpointError, UnsafeValueError, UnsupportedLayoutError
+from reshard.api import (
+    CorruptCheckpointError,
+    UnsafeValueError,
+    UnsupportedFormatError,
+    UnsupportedLayoutError,
+)
 
 __all__ = ["MAGIC", "Whole", "decode_value", "encode_value", "is_pickled"]
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"RSV1"
 TAGGED, PICKLED = b"M", b"P"
 _DEEPEST = 64
+# A dict of the last depth takes three levels: the extension, its pairs, and one of them.
+_DEEPEST_LEVEL = 3 * (_DEEPEST + 2)
+_MOST_DIMS = 255
+_MOST_ALIKE = 64
+_LONGEST_REASON = 300
+_WIDEST_OF_NONE_BYTES = 1 << 16
 
 
 class _Tag(IntEnum):
@@ -113,14 +130,21 @@ def decode_value(data: bytes, fqn: str, allow_pickle: bool = False) -> Any:
             )
         return pickle.loads(pickled)
     try:
-        return _Decoder().decode(payload)
-    except (
-        msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RuntimeError,
-        OverflowError, EOFError, MemoryError,
-    ) as error:  # fmt: skip
+        return _from_bytes(payload, 0)
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"cannot read {fqn!r}: {error}") from error
+    except Exception as error:
+        # Whatever numpy, torch or datetime say to content that no writer makes.
         raise CorruptCheckpointError(
-            f"the stored value of {fqn!r} makes no sense: {error}"
+            f"the stored value of {fqn!r} is malformed: {_reason(error)}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    text = str(error) or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
 
 
 def _split_name(payload: memoryview, fqn: str) -> tuple[str, memoryview]:
@@ -158,9 +182,9 @@ def _to_tree(value: Any, depth: int) -> Any:
     encode = _ENCODERS.get(kind)
     if encode is not None:
         return encode(value, depth)
-    if kind is np.ndarray and value.dtype.kind in "biufcSU":
+    if kind is np.ndarray and _has_numpy_form(value):
         return _ext(_Tag.NUMPY_ARRAY, _array(value))
-    if isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
+    if isinstance(value, np.generic) and _has_numpy_form(value):
         return _ext(_Tag.NUMPY_SCALAR, _array(np.asarray(value)))
     raise _Unknown(value)
 
@@ -175,7 +199,14 @@ def _big_int(value: int) -> msgspec.msgpack.Ext:
 
 
 def _pairs(value: Any, depth: int) -> list[Any]:
+    if _hash_alike(value):
+        raise _Unknown(value)
     return [(_to_tree(key, depth + 1), _to_tree(inner, depth + 1)) for key, inner in value.items()]
+
+
+def _has_numpy_form(value: Any) -> bool:
+    dtype = value.dtype
+    return dtype.kind in "biufcSU" and not _too_wide(dtype.itemsize, value.nbytes)
 
 
 def _array(array: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], bytes]:
@@ -213,11 +244,21 @@ def _factory_name(factory: Any) -> str | None:
 
 def _elements(tag: _Tag) -> Any:
     def encode(value: Any, depth: int) -> msgspec.msgpack.Ext:
+        if _hash_alike(value):
+            raise _Unknown(value)
         # Sorted by their encoding, so that equal sets give equal bytes.
         parts = [msgspec.msgpack.encode(_to_tree(inner, depth + 1)) for inner in value]
         return _ext(tag, [msgspec.Raw(part) for part in sorted(parts)])
 
     return encode
+
+
+def _moment(value: Any) -> tuple[Any, ...]:
+    zone = value.tzinfo
+    key = zone.key if isinstance(zone, ZoneInfo) else None
+    if key is None or not _ZONE.fullmatch(key):
+        return value.isoformat(), value.fold
+    return value.isoformat(), value.fold, key
 
 
 _ENCODERS: dict[type, Any] = {
@@ -241,130 +282,278 @@ _ENCODERS: dict[type, Any] = {
     torch.dtype: lambda value, depth: _ext(_Tag.TORCH_DTYPE, _dtype_name(value)),
     torch.device: lambda value, depth: _ext(_Tag.TORCH_DEVICE, str(value)),
     torch.Tensor: _tensor,
-    datetime.datetime: lambda value, depth: _ext(_Tag.DATETIME, (value.isoformat(), value.fold)),
+    datetime.datetime: lambda value, depth: _ext(_Tag.DATETIME, _moment(value)),
     datetime.date: lambda value, depth: _ext(_Tag.DATE, value.isoformat()),
-    datetime.time: lambda value, depth: _ext(_Tag.TIME, (value.isoformat(), value.fold)),
+    datetime.time: lambda value, depth: _ext(_Tag.TIME, _moment(value)),
     datetime.timedelta: lambda value, depth: _ext(
         _Tag.TIMEDELTA, (value.days, value.seconds, value.microseconds)
     ),
 }
 
 
-class _Decoder:
-    """Decodes one tree; extensions nest, so it counts how deep it is."""
+# Decoding. A file decides what is in it, so nothing is hashed, allocated or entered before it
+# is known to be of the form that a writer makes: msgspec checks types while it parses, keys of
+# maps are texts, and extensions stay closed until their turn comes.
 
-    def __init__(self) -> None:
-        self._depth = 0
+_Ext: TypeAlias = msgspec.msgpack.Ext
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+_LEVELS_AT_ONCE = 4
 
-    def decode(self, data: bytes | memoryview) -> Any:
-        return msgspec.msgpack.decode(data, ext_hook=self._extension)
 
-    def _extension(self, code: int, data: memoryview) -> Any:
-        tag = _Tag(code)
-        self._depth += 1
-        if self._depth > 4 * _DEEPEST:
-            raise ValueError("it is nested too deeply")
-        content = self.decode(data)
-        self._depth -= 1
-        return _DECODERS[tag](content)
+def _tree_of(text: type, levels: int) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder of lists and dicts inside each other; what lies below `levels` stays raw."""
+    leaves = (None, bool, int, float, text, _Ext)
+    inner: Any = msgspec.Raw
+    for _ in range(levels + 1):
+        forms = (*leaves, list[inner], dict[str, inner])
+        inner = Union[forms]  # noqa: UP007 - of a tuple
+    return msgspec.msgpack.Decoder(inner)
+
+
+# A union of msgspec cannot have both texts and bytes, so what has both is taken apart level by
+# level.
+_TREES = (_tree_of(str, _LEVELS_AT_ONCE), _tree_of(bytes, _LEVELS_AT_ONCE), _tree_of(str, 0))
+
+
+def _from_bytes(data: Any, level: int) -> Any:
+    """The value that one MessagePack object stands for."""
+    data = memoryview(data)
+    first = data[0] if len(data) else 0xC1
+    if first in _EXT_HEADERS:
+        # Taken apart here, since msgspec would copy what may be a large array.
+        return _from_extension(*_split_extension(data), level)
+    if first in _BIN_HEADERS:
+        return msgspec.msgpack.decode(data, type=bytes)
+    return _from_tree(_parsed(data), level)
+
+
+def _parsed(data: memoryview) -> Any:
+    *several, one = _TREES
+    for decoder in several:
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError:
+            continue
+    return one.decode(data)
+
+
+def _from_tree(tree: Any, level: int) -> Any:
+    kind = type(tree)
+    if kind is _Ext:
+        return _from_extension(tree.code, tree.data, level)
+    if kind is msgspec.Raw:
+        return _from_bytes(tree, level)
+    if kind is not list and kind is not dict:
+        return tree
+    if level > _DEEPEST_LEVEL:
+        raise ValueError("it is nested too deeply")
+    if not _LEAVES.issuperset(map(type, tree if kind is list else tree.values())):
+        for place, inner in enumerate(tree) if kind is list else tree.items():
+            if type(inner) not in _LEAVES:
+                tree[place] = _from_tree(inner, level + 1)
+    return tree
+
+
+_BIN_HEADERS = frozenset({0xC4, 0xC5, 0xC6})
+_EXT_HEADERS = {
+    # First byte: how many bytes of length follow, or else how many of data.
+    0xC7: (1, 0), 0xC8: (2, 0), 0xC9: (4, 0),
+    0xD4: (0, 1), 0xD5: (0, 2), 0xD6: (0, 4), 0xD7: (0, 8), 0xD8: (0, 16),
+}  # fmt: skip
+
+
+def _split_extension(data: memoryview) -> tuple[int, memoryview]:
+    """The tag and the content of an extension that is all of `data`."""
+    digits, fixed = _EXT_HEADERS[data[0]]
+    nbytes = int.from_bytes(data[1 : 1 + digits], "big") if digits else fixed
+    content = data[2 + digits :]
+    if len(data) < 2 + digits or len(content) != nbytes:
+        raise ValueError("an extension is not as long as it says")
+    return data[1 + digits], content
+
+
+def _from_extension(code: int, data: Any, level: int) -> Any:
+    tag = _Tag(code)
+    if level > _DEEPEST_LEVEL:
+        raise ValueError("it is nested too deeply")
+    if tag in _CONTAINERS:
+        content = _from_bytes(data, level + 1)
+        if type(content) is not list:
+            raise TypeError(f"a {type(content).__name__} in the place of a list")
+        return _CONTAINERS[tag](content)
+    form, build = _SCALARS[tag]
+    return build(msgspec.msgpack.decode(data, type=form))
+
+
+def _hash_alike(keys: Iterable[Any]) -> bool:
+    """Whether so many keys have one hash that a dict of them takes forever to make.
+
+    Numbers, and tuples of them, can be chosen so. Python salts the hashes of texts.
+    """
+    keys = list(keys)
+    if frozenset((str, bytes)).issuperset(map(type, keys)):
+        return False
+    hashes = list(map(hash, keys))
+    if len(hashes) - len(set(hashes)) < _MOST_ALIKE:
+        return False
+    return Counter(hashes).most_common(1)[0][1] > _MOST_ALIKE
+
+
+def _to_set(kind: Callable[[list[Any]], Any], elements: list[Any]) -> Any:
+    if _hash_alike(elements):
+        raise ValueError(f"more than {_MOST_ALIKE} elements have the same hash")
+    return kind(elements)
+
+
+def _to_dict(pairs: Any) -> dict[Any, Any]:
+    if type(pairs) is not list or not all(type(pair) is list for pair in pairs):
+        raise TypeError("a dict is not a list of pairs")
+    if _hash_alike(key for key, _ in pairs):
+        raise ValueError(f"more than {_MOST_ALIKE} keys have the same hash")
+    return dict(pairs)
+
+
+def _to_deque(content: list[Any]) -> deque[Any]:
+    elements, longest = content
+    if type(elements) is not list:
+        raise TypeError("the elements of a deque are not a list")
+    return deque(elements, longest)
+
+
+def _to_default_map(content: list[Any]) -> defaultdict[Any, Any]:
+    factory, pairs = content
+    if factory is not None and type(factory) is not str:
+        raise TypeError("a defaultdict does not name what it fills itself with")
+    return defaultdict(None if factory is None else _FACTORIES[factory], _to_dict(pairs))
+
+
+_CONTAINERS: dict[_Tag, Callable[[list[Any]], Any]] = {
+    _Tag.TUPLE: tuple,
+    _Tag.MAP: _to_dict,
+    _Tag.ORDERED_MAP: lambda pairs: OrderedDict(_to_dict(pairs)),
+    _Tag.SET: partial(_to_set, set),
+    _Tag.FROZENSET: partial(_to_set, frozenset),
+    _Tag.COUNTER: lambda pairs: Counter(_to_dict(pairs)),
+    _Tag.DEQUE: _to_deque,
+    _Tag.DEFAULT_MAP: _to_default_map,
+    _Tag.NAMESPACE: lambda pairs: argparse.Namespace(**_to_dict(pairs)),
+}
+"""Extensions that hold any values: how to make one of the list that is its content."""
 
 
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
+_ARRAY = tuple[str, list[int], bytes]
 
 
-def _is(content: Any, *kinds: type) -> None:
-    if type(content) not in kinds:
-        raise TypeError(f"a {type(content).__name__} in the place of a {kinds[0].__name__}")
-
-
-def _check_extents(shape: Any, itemsize: int, nbytes: int) -> None:
+def _check_extents(shape: list[int], itemsize: int, nbytes: int) -> None:
     """The data must be as long as the shape says, before anything is allocated."""
-    if not all(type(extent) is int and 0 <= extent < 2**62 for extent in shape):
+    if len(shape) > _MOST_DIMS:
+        raise ValueError(f"{len(shape)} dimensions")
+    if not all(0 <= extent < 2**62 for extent in shape):
         raise ValueError(f"the shape {shape}")
     if math.prod(shape) * itemsize != nbytes:
         raise ValueError(f"{nbytes} bytes for the shape {shape}")
 
 
-def _to_array(content: Any) -> np.ndarray[Any, Any]:
+def _too_wide(itemsize: int, nbytes: int) -> bool:
+    """Whether an array without elements has such long ones that numpy may allocate one."""
+    return nbytes == 0 and itemsize > _WIDEST_OF_NONE_BYTES
+
+
+def _to_array(content: tuple[str, list[int], bytes]) -> np.ndarray[Any, Any]:
     name, shape, data = content
-    _is(name, str)
-    _is(data, bytes)
     if not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError(f"an array of dtype {name!r}")
+        raise ValueError(f"an array of dtype {name[:20]!r}")
     dtype = np.dtype(name)
     _check_extents(shape, dtype.itemsize, len(data))
+    if _too_wide(dtype.itemsize, len(data)):
+        raise ValueError(f"no elements of {dtype.itemsize} bytes")
     return np.array(np.frombuffer(data, dtype=dtype).reshape(shape))
 
 
-def _bytes(content: Any) -> bytes:
-    _is(content, bytes)
-    return bytes(content)
-
-
-def _to_buffer(content: Any) -> io.BytesIO:
+def _to_buffer(content: tuple[bytes, int]) -> io.BytesIO:
     data, position = content
-    buffer = io.BytesIO(_bytes(data))
+    buffer = io.BytesIO(data)
     buffer.seek(position)
     return buffer
 
 
-def _to_deque(content: Any) -> deque[Any]:
-    elements, longest = content
-    return deque(elements, longest)
-
-
-def _to_default_map(content: Any) -> defaultdict[Any, Any]:
-    factory, pairs = content
-    return defaultdict(None if factory is None else _FACTORIES[factory], dict(pairs))
-
-
-def _folded(kind: Any, content: Any) -> Any:
-    text, fold = content
-    return kind.fromisoformat(text).replace(fold=fold)
+def _to_size(extents: list[int]) -> torch.Size:
+    # torch makes a size of larger numbers too, and then cannot print it.
+    if any(not -(2**63) <= extent < 2**63 for extent in extents):
+        raise ValueError("a size beyond 64 bits")
+    return torch.Size(extents)
 
 
 def _to_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a dtype")
+        raise ValueError(f"{name[:20]!r} is not a dtype")
     return dtype
 
 
-def _to_tensor(content: Any) -> torch.Tensor:
+def _to_tensor(content: tuple[str, list[int], bytes]) -> torch.Tensor:
     name, shape, data = content
-    _is(data, bytes)
     dtype = _to_dtype(name)
     if name.startswith(("qint", "quint")):
         raise ValueError("a quantized tensor")
     _check_extents(shape, dtype.itemsize, len(data))
-    if not data:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
+    if data:
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    else:
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+    # As a view, since torch cannot make, or warns about, tensors of some dtypes.
+    return flat.view(dtype).reshape(shape)
 
 
-_DECODERS: dict[_Tag, Any] = {
-    _Tag.TUPLE: tuple,
-    _Tag.MAP: dict,
-    _Tag.ORDERED_MAP: OrderedDict,
-    _Tag.SET: set,
-    _Tag.FROZENSET: frozenset,
-    _Tag.BIG_INT: lambda content: int.from_bytes(_bytes(content), "little", signed=True),
-    _Tag.COMPLEX: lambda content: complex(*content),
-    _Tag.BYTEARRAY: lambda content: bytearray(_bytes(content)),
-    _Tag.BUFFER: _to_buffer,
-    _Tag.COUNTER: lambda content: Counter(dict(content)),
-    _Tag.DEQUE: _to_deque,
-    _Tag.DEFAULT_MAP: _to_default_map,
-    _Tag.NAMESPACE: lambda content: argparse.Namespace(**dict(content)),
-    _Tag.PATH: Path,
-    _Tag.NUMPY_ARRAY: _to_array,
-    _Tag.NUMPY_SCALAR: lambda content: _to_array(content)[()],
-    _Tag.TORCH_SIZE: torch.Size,
-    _Tag.TORCH_DTYPE: _to_dtype,
-    _Tag.TORCH_DEVICE: torch.device,
-    _Tag.TORCH_TENSOR: _to_tensor,
-    _Tag.DATETIME: lambda content: _folded(datetime.datetime, content),
-    _Tag.DATE: datetime.date.fromisoformat,
-    _Tag.TIME: lambda content: _folded(datetime.time, content),
-    _Tag.TIMEDELTA: lambda content: datetime.timedelta(*content),
+class _Moment(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A datetime or a time; `zone` is the key of its time zone, if that has one."""
+
+    text: str
+    fold: int
+    zone: str | None = None
+
+
+_ZONE = re.compile(r"(?!.{65})[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+)*")
+
+
+def _to_moment(kind: Any, content: _Moment) -> Any:
+    moment = kind.fromisoformat(content.text).replace(fold=content.fold)
+    if content.zone is None:
+        return moment
+    if not _ZONE.fullmatch(content.zone):
+        raise ValueError(f"a time zone called {content.zone[:20]!r}")
+    try:
+        return moment.replace(tzinfo=ZoneInfo(content.zone))
+    except (LookupError, ValueError, OSError) as error:
+        if moment.tzinfo is None:
+            raise UnsupportedFormatError(
+                f"it is a time of the zone {content.zone!r}, which this machine does not know. "
+                "Install the package tzdata"
+            ) from error
+    logger.warning(
+        "this machine does not know the time zone %r: a datetime keeps its offset from UTC. "
+        "Install the package tzdata",
+        content.zone,
+    )
+    return moment
+
+
+_SCALARS: dict[_Tag, tuple[Any, Callable[[Any], Any]]] = {
+    _Tag.BIG_INT: (bytes, lambda data: int.from_bytes(data, "little", signed=True)),
+    _Tag.COMPLEX: (tuple[float, float], lambda parts: complex(*parts)),
+    _Tag.BYTEARRAY: (bytes, bytearray),
+    _Tag.BUFFER: (tuple[bytes, int], _to_buffer),
+    _Tag.PATH: (str, Path),
+    _Tag.NUMPY_ARRAY: (_ARRAY, _to_array),
+    _Tag.NUMPY_SCALAR: (_ARRAY, lambda content: _to_array(content)[()]),
+    _Tag.TORCH_SIZE: (list[int], _to_size),
+    _Tag.TORCH_DTYPE: (str, _to_dtype),
+    _Tag.TORCH_DEVICE: (str, torch.device),
+    _Tag.TORCH_TENSOR: (_ARRAY, _to_tensor),
+    _Tag.DATETIME: (_Moment, partial(_to_moment, datetime.datetime)),
+    _Tag.DATE: (str, datetime.date.fromisoformat),
+    _Tag.TIME: (_Moment, partial(_to_moment, datetime.time)),
+    _Tag.TIMEDELTA: (tuple[int, int, int], lambda parts: datetime.timedelta(*parts)),
 }
+"""Extensions of a fixed form: the type of the content, and how to make the value of it."""
