@@ -17,7 +17,13 @@ from reshard.api import (
     UnsupportedFormatError,
 )
 from reshard.contents import merge_planner_data, to_manifest
-from reshard.format.manifest import Manifest, check_manifest, decode_manifest
+from reshard.format.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    Manifest,
+    check_manifest,
+    decode_manifest,
+    read_manifest_bytes,
+)
 from reshard.format.merging import merge_manifests
 from reshard.metadata import Metadata
 from reshard.stores.owners import OWNER, is_alive, owner_tag
@@ -74,21 +80,21 @@ def claim_name(save_id: str) -> str:
 # Reading
 
 
-def read_manifest(store: Store) -> Manifest:
+def read_manifest(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Manifest:
     """The manifest of the checkpoint in `store`, or that of all its parts."""
     try:
-        manifest = read_one_manifest(store, MANIFEST)
+        manifest = read_one_manifest(store, MANIFEST, limit_bytes)
     except FileNotFoundError as error:
         parts = _numbered_parts(store)
         if not parts:
             raise CheckpointNotFoundError(_describe_absence(store)) from error
-        return _merge([read_one_manifest(store, part) for part in parts], store)
+        return _merge([read_one_manifest(store, part, limit_bytes) for part in parts], store)
     except OSError as error:
         raise CheckpointNotFoundError(
             f"the manifest at {store.location} cannot be read: {error}"
         ) from error
     if _PARTS in manifest.notes:
-        manifest = _merge(_read_parts(store, manifest.notes), store)
+        manifest = _merge(_read_parts(store, manifest.notes, limit_bytes), store)
     return manifest
 
 
@@ -97,7 +103,7 @@ def index_of_parts(world_size: int, notes: Mapping[str, str]) -> Manifest:
     return to_manifest(Metadata({}), [], {**notes, "requires": _PARTS, _PARTS: str(world_size)})
 
 
-def _read_parts(store: Store, notes: Mapping[str, str]) -> list[Manifest]:
+def _read_parts(store: Store, notes: Mapping[str, str], limit_bytes: int) -> list[Manifest]:
     manifests = []
     count, save_id = notes[_PARTS], notes.get("save_id", "")
     if not re.fullmatch(r"[1-9]\d{0,8}", count):
@@ -106,7 +112,7 @@ def _read_parts(store: Store, notes: Mapping[str, str]) -> list[Manifest]:
     for rank in range(world_size):
         key = part_name(rank, world_size, save_id)
         try:
-            part = read_one_manifest(store, key)
+            part = read_one_manifest(store, key, limit_bytes)
         except OSError as error:
             raise CorruptCheckpointError(
                 f"the checkpoint at {store.location} lacks {key!r}, what rank {rank} of "
@@ -130,19 +136,14 @@ def _merge(manifests: Sequence[Manifest], store: Store) -> Manifest:
     return merged
 
 
-def read_one_manifest(store: Store, key: str) -> Manifest:
+def read_one_manifest(store: Store, key: str, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Manifest:
+    where = f"{key} of {store.location}"
     reader = store.open_reader(key)
     try:
-        data = bytearray(reader.nbytes)
-        reader.read_into(0, [memoryview(data)] if data else [])
+        data = read_manifest_bytes(reader, where, limit_bytes)
     finally:
         reader.close()
-    if data[:1] == b"\x80":
-        raise UnsupportedFormatError(
-            f"the checkpoint at {store.location} was written by torch.distributed.checkpoint; "
-            "load it with that, and save it with reshard"
-        )
-    manifest = decode_manifest(memoryview(data), f"{key} of {store.location}")
+    manifest = decode_manifest(data, where)
     unknown = set(manifest.notes.get("requires", "").split()) - {_PARTS}
     if unknown:
         raise UnsupportedFormatError(

@@ -56,6 +56,7 @@ from reshard.engine.reading import Request, Verify, read_regions
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import write_file
 from reshard.format.manifest import (
+    MANIFEST_LIMIT_BYTES,
     VERSION,
     encode_manifest,
 )
@@ -407,7 +408,8 @@ class FileSystemReader(StorageReader):
     """Reads a checkpoint from a directory.
 
     `verify` says which chunks are checked against their checksums: `"chunks"` those that
-    are read whole, `"full"` all that are touched, `"off"` none.
+    are read whole, `"full"` all that are touched, `"off"` none. A manifest larger than
+    `manifest_limit_bytes` is refused before it is read.
     """
 
     def __init__(
@@ -418,8 +420,10 @@ class FileSystemReader(StorageReader):
         verify: str = "chunks",
         allow_pickle: bool = False,
         thread_count: int = 0,
+        manifest_limit_bytes: int = MANIFEST_LIMIT_BYTES,
     ) -> None:
         self.path = Path(path)
+        self.manifest_limit_bytes = manifest_limit_bytes
         self.verify = Verify(verify)
         self.allow_pickle = allow_pickle
         self.thread_count = thread_count
@@ -450,7 +454,7 @@ class FileSystemReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         store = self.open_store()
-        manifest = read_manifest(store)
+        manifest = read_manifest(store, self.manifest_limit_bytes)
         with paused_collection():
             metadata = to_metadata(manifest, store.location, self.allow_pickle)
         metadata.storage_meta = StorageMeta(

@@ -194,6 +194,7 @@ def parse_boxes(text: str) -> list[Box]:
 @given(tensor=tensors_in_any_state())
 @example(tensor=SAME_VOLUME)
 @example(tensor=Tiled((), []))
+@example(tensor=Tiled((2, 2), [Box((1, 0), (1, 1)), Box((0, 0), (1, 2)), Box((0, 0), (2, 1))]))
 def test_a_message_names_ranges_that_do_overlap_and_a_range_that_nobody_holds(
     tensor: Tiled,
 ) -> None:

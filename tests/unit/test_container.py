@@ -81,13 +81,13 @@ GOOD = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
     [
         ({"data_offsets": [0, 5]}, "'t' at bytes 0 to 5 of 4"),
         ({"data_offsets": [3, 2]}, "'t' at bytes 3 to 2 of 4"),
-        ({"data_offsets": [-1, 3]}, "'t' in a way"),
-        ({"data_offsets": [0]}, "'t' in a way"),
-        ({"data_offsets": "04"}, "'t' in a way"),
-        ({"shape": None}, "'t' in a way"),
-        ({"shape": [1.5]}, "'t' in a way"),
-        ({"shape": [True]}, "'t' in a way"),
-        ({"dtype": 5}, "'t' in a way"),
+        ({"data_offsets": [-1, 3]}, "malformed description of 't'"),
+        ({"data_offsets": [0]}, "malformed description of 't'"),
+        ({"data_offsets": "04"}, "malformed description of 't'"),
+        ({"shape": None}, "malformed description of 't'"),
+        ({"shape": [1.5]}, "malformed description of 't'"),
+        ({"shape": [True]}, "malformed description of 't'"),
+        ({"dtype": 5}, "malformed description of 't'"),
     ],
 )
 def test_an_entry_that_cannot_be_is_refused_by_name(change: dict[str, Any], told: str) -> None:

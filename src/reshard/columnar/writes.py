@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.api import PlanError
+from reshard.api import PlanError, UnsupportedLayoutError
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from reshard.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
 from reshard.planning.columns import (
     BYTES,
     DTYPE_CODES,
     DTYPES,
+    MOST_DIMS,
     SHARD,
     TENSOR,
     Ints,
@@ -116,6 +117,10 @@ class RowBuilder:
         hint: int = -1,
         alias: int = -1,
     ) -> None:
+        if len(shape) > MOST_DIMS:
+            raise UnsupportedLayoutError(
+                f"{name!r} has {len(shape)} dimensions, and {MOST_DIMS} can be stored. Reshape it"
+            )
         self._names.append(name)
         self._codes.append((kind, DTYPE_CODES[dtype], flags))
         self._shapes.append(shape)

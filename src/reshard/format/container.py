@@ -15,7 +15,14 @@ import torch
 
 from reshard.api import CorruptCheckpointError
 
-__all__ = ["ALIGNMENT", "Entry", "SAFETENSORS_DTYPES", "build_header", "parse_header"]
+__all__ = [
+    "ALIGNMENT",
+    "Entry",
+    "SAFETENSORS_DTYPES",
+    "build_header",
+    "header_nbytes",
+    "parse_header",
+]
 
 ALIGNMENT = 4096
 _MOST_HEADER_BYTES = 1 << 31
@@ -65,13 +72,8 @@ def build_header(entries: Mapping[str, Entry], notes: Mapping[str, str]) -> byte
     return struct.pack("<Q", len(text) + padding) + text + b" " * padding
 
 
-def parse_header(
-    head: bytes | memoryview, nbytes: int, where: str
-) -> tuple[dict[str, Entry], dict[str, str], int]:
-    """Entries, notes, and where the data begins, of a container of `nbytes` bytes.
-
-    `head` holds at least the header. Everything is checked against the size of the file.
-    """
+def header_nbytes(head: bytes | bytearray | memoryview, nbytes: int, where: str) -> int:
+    """Where the data of a container of `nbytes` bytes begins; `head` has its first bytes."""
     if nbytes < 8 or len(head) < 8:
         raise CorruptCheckpointError(f"{where} is {nbytes} bytes long, too short for a header")
     (length,) = struct.unpack("<Q", bytes(head[:8]))
@@ -79,6 +81,17 @@ def parse_header(
         raise CorruptCheckpointError(
             f"{where} announces a header of {length} bytes but is {nbytes} bytes long"
         )
+    return 8 + int(length)
+
+
+def parse_header(
+    head: bytes | bytearray | memoryview, nbytes: int, where: str
+) -> tuple[dict[str, Entry], dict[str, str], int]:
+    """Entries, notes, and where the data begins, of a container of `nbytes` bytes.
+
+    `head` holds at least the header. Everything is checked against the size of the file.
+    """
+    length = header_nbytes(head, nbytes, where) - 8
     try:
         content = msgspec.json.decode(bytes(head[8 : 8 + length]))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -103,7 +116,7 @@ def _entry(name: str, entry: Any, available: int, where: str) -> Entry:
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise CorruptCheckpointError(f"{where} describes {name!r} in a way that makes no sense")
+        raise CorruptCheckpointError(f"{where} has a malformed description of {name!r}")
     if not begin <= end <= available:
         raise CorruptCheckpointError(
             f"{where} places {name!r} at bytes {begin} to {end} of {available}"

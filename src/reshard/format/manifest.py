@@ -11,25 +11,38 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.format.checksum import ALGORITHM, checksum
-from reshard.format.container import Entry, build_header, parse_header
-from reshard.planning.columns import DTYPES, Ints
-from reshard.planning.coverage import Chunks, find_overlapping, find_untiled, out_of_bounds
+from reshard.format.container import Entry, build_header, header_nbytes, parse_header
+from reshard.planning.columns import DTYPES, MOST_DIMS, Ints
+from reshard.planning.coverage import Chunks, find_overlapped, find_untiled, out_of_bounds
 
-__all__ = ["FORMAT", "VERSION", "Manifest", "check_manifest", "decode_manifest", "encode_manifest"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST_LIMIT_BYTES",
+    "VERSION",
+    "Manifest",
+    "check_manifest",
+    "decode_manifest",
+    "encode_manifest",
+    "read_manifest_bytes",
+]
 
 FORMAT = "reshard"
 VERSION = 1
 
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _SAFE_PATH = re.compile(r"[^/\\\x00:][^\\\x00:]*")
-_MOST_DIMS = 64
+_MOST_HEADER_BYTES = 1 << 26
+_PICKLE = b"\x80"
+
+MANIFEST_LIMIT_BYTES = 1 << 30
+"""How large a manifest may be unless the reader is told otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,10 +150,56 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return body + struct.pack("<Q", checksum(body))
 
 
-def decode_manifest(data: bytes | memoryview, where: str) -> Manifest:
-    """The manifest in `data`, which may be a memory map, once it is known to be sound."""
-    data = memoryview(data)
-    entries, notes, begin = parse_header(data, len(data), where)
+class Source(Protocol):
+    """Where a manifest is read from."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None: ...
+
+
+def read_manifest_bytes(
+    source: Source, where: str, limit_bytes: int = MANIFEST_LIMIT_BYTES
+) -> memoryview:
+    """The bytes of a manifest, once its header says that they are all of one.
+
+    Nothing that the file claims is allocated before: a sparse file of any size costs no
+    more than its header.
+    """
+    nbytes = source.nbytes
+    start = bytearray(min(8, nbytes))
+    source.read_into(0, [memoryview(start)] if start else [])
+    if start[:1] == _PICKLE:
+        raise UnsupportedFormatError(
+            f"{where} was written by torch.distributed.checkpoint; load it with that, and save it "
+            "with reshard"
+        )
+    if nbytes > limit_bytes:
+        raise UnsupportedFormatError(
+            f"{where} is {nbytes} bytes long, and the limit is {limit_bytes}. If you trust where "
+            f"it comes from, pass a storage_reader with manifest_limit_bytes={nbytes} or more"
+        )
+    length = header_nbytes(start, nbytes, where)
+    if length > _MOST_HEADER_BYTES:
+        raise CorruptCheckpointError(
+            f"{where} announces a header of {length} bytes, which no manifest has"
+        )
+    head = bytearray(length)
+    source.read_into(0, [memoryview(head)])
+    _parse(head, nbytes, where)
+    data = bytearray(nbytes)
+    data[:length] = head
+    rest = memoryview(data)[length:]
+    source.read_into(length, [rest] if rest else [])
+    return memoryview(data)
+
+
+def _parse(
+    head: bytes | bytearray | memoryview, nbytes: int, where: str
+) -> tuple[dict[str, Entry], dict[str, str], int]:
+    """Entries, notes and where the data begins, of what is known to be a manifest."""
+    entries, notes, begin = parse_header(head, nbytes, where)
     if notes.get("format") != FORMAT:
         raise UnsupportedFormatError(f"{where} is a safetensors file, but not a Reshard manifest")
     version = notes.get("version", "")
@@ -150,8 +209,15 @@ def decode_manifest(data: bytes | memoryview, where: str) -> Manifest:
             "Install a newer release of reshard"
         )
     stored = entries.get(_CHECKSUM)
-    if stored is None or stored.end - stored.begin != 8 or begin + stored.end != len(data):
+    if stored is None or stored.end - stored.begin != 8 or begin + stored.end != nbytes:
         raise CorruptCheckpointError(f"{where} is cut short, or has no checksum at its end")
+    return entries, notes, begin
+
+
+def decode_manifest(data: bytes | memoryview, where: str) -> Manifest:
+    """The manifest in `data`, which may be a memory map, once it is known to be sound."""
+    data = memoryview(data)
+    entries, notes, begin = _parse(data, len(data), where)
     expected = struct.unpack("<Q", data[-8:])[0]
     found = checksum(data[:-8])
     if expected != found:
@@ -184,7 +250,8 @@ def _column(
         entry is None
         or entry.dtype != kind
         or len(entry.shape) != dims
-        or max(entry.shape) > len(data) + _MOST_DIMS
+        or max(entry.shape) > len(data) + MOST_DIMS
+        or (dims == 2 and entry.shape[1] > MOST_DIMS)
     ):
         raise CorruptCheckpointError(
             f"{where} lacks the column {name!r}, or has it in another form"
@@ -252,7 +319,7 @@ def check_manifest(m: Manifest, where: str, shared_bytes: bool = False) -> None:
         "a header longer than its file": bool(
             (m.header_sizes < 0).any() or (m.header_sizes > m.file_sizes).any()
         ),
-        "more dimensions than columns": bool((m.ndims > min(wide, _MOST_DIMS)).any()),
+        "more dimensions than columns": bool((m.ndims > min(wide, MOST_DIMS)).any()),
         "chunks that belong to nobody": bool(
             m.chunk_starts[0] != 0
             or m.chunk_starts[-1] != n_chunks
@@ -341,11 +408,16 @@ def _check_chunks(m: Manifest, owners: Ints, where: str) -> None:
     if (m.chunk_sizes[unused] != 1).any():
         raise CorruptCheckpointError(f"{where} has a chunk with more sizes than dimensions")
     chunks = Chunks(m.shapes, m.chunk_starts, m.chunk_offsets, m.chunk_sizes)
-    for tensor in find_untiled(chunks).tolist():
-        if find_overlapping(*chunks.of(tensor), most=1):
-            raise CorruptCheckpointError(
-                f"{where} has chunks of {m.tensor_names[tensor]!r} that overlap"
-            )
+    overlapped, undecided = find_overlapped(chunks, find_untiled(chunks))
+    for tensor in overlapped.tolist():
+        raise CorruptCheckpointError(
+            f"{where} has chunks of {m.tensor_names[tensor]!r} that overlap"
+        )
+    for tensor in undecided.tolist():
+        raise CorruptCheckpointError(
+            f"{where} has chunks of {m.tensor_names[tensor]!r} that leave gaps, so many and so "
+            "entangled that it would take too long to see whether they overlap"
+        )
 
 
 def _name_of(m: Manifest, owners: Ints, row: int) -> str:

@@ -36,6 +36,7 @@ from reshard.api import (
     UnsupportedFormatError,
     UnsupportedLayoutError,
 )
+from reshard.planning.columns import MOST_DIMS
 
 __all__ = ["MAGIC", "Whole", "decode_value", "encode_value", "is_pickled"]
 
@@ -46,7 +47,6 @@ TAGGED, PICKLED = b"M", b"P"
 _DEEPEST = 64
 # A dict of the last depth takes three levels: the extension, its pairs, and one of them.
 _DEEPEST_LEVEL = 3 * (_DEEPEST + 2)
-_MOST_DIMS = 255
 _MOST_ALIKE = 64
 _LONGEST_REASON = 300
 _WIDEST_OF_NONE_BYTES = 1 << 16
@@ -447,7 +447,7 @@ _ARRAY = tuple[str, list[int], bytes]
 
 def _check_extents(shape: list[int], itemsize: int, nbytes: int) -> None:
     """The data must be as long as the shape says, before anything is allocated."""
-    if len(shape) > _MOST_DIMS:
+    if len(shape) > MOST_DIMS:
         raise ValueError(f"{len(shape)} dimensions")
     if not all(0 <= extent < 2**62 for extent in shape):
         raise ValueError(f"the shape {shape}")

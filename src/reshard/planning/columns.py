@@ -21,6 +21,7 @@ __all__ = [
     "DTYPE_CODES",
     "DTYPE_ITEMSIZES",
     "DTYPES",
+    "MOST_DIMS",
     "SHARD",
     "TENSOR",
     "Bools",
@@ -37,6 +38,9 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 TENSOR, SHARD, BYTES = 0, 1, 2
 """Codes in the `kinds` column."""
+
+MOST_DIMS = 255
+"""How many dimensions a tensor may have: they are counted in a byte."""
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

@@ -23,7 +23,7 @@ from reshard.planning.columns import (
 from reshard.planning.coverage import (
     Chunks,
     describe_problem,
-    find_overlapping,
+    find_overlapped,
     find_untiled,
     find_untiled_rows,
     out_of_bounds,
@@ -370,11 +370,13 @@ def check_coverage(
         shapes = chunks.shapes[chunks.owners]
         offsets = np.clip(chunks.offsets, 0, shapes)
         chunks = chunks._replace(offsets=offsets, sizes=np.clip(chunks.sizes, 0, shapes - offsets))
-    suspects = find_untiled(chunks).tolist()
-    for tensor in suspects:
-        offsets, sizes = chunks.of(tensor)
-        if tensor in reaching_out or (not whole and not find_overlapping(offsets, sizes, most=1)):
+    suspects = find_untiled(chunks)
+    if not whole:
+        suspects = np.concatenate(find_overlapped(chunks, suspects))
+    for tensor in sorted(suspects.tolist()):
+        if tensor in reaching_out:
             continue
+        offsets, sizes = chunks.of(tensor)
         shape = chunks.shapes[tensor, : ndims[tensor]].tolist()
         begin, end = int(chunks.starts[tensor]), int(chunks.starts[tensor + 1])
         ranks = None if holders is None else holders[begin:end]

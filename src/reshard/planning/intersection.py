@@ -34,7 +34,7 @@ def intersect_groups(
     n_left, n_right = np.diff(left_starts), np.diff(right_starts)
     pairs = n_left * n_right
     found: list[Overlaps] = []
-    for begin, end in _batches(pairs, n_right):
+    for begin, end in _batches(pairs, n_right, _pairs_at_a_time(left[0])):
         lefts = slice(int(left_starts[begin]), int(left_starts[end]))
         rights = slice(int(right_starts[begin]), int(right_starts[end]))
         boxes = left[0][lefts], left[1][lefts], right[0][rights], right[1][rights]
@@ -56,12 +56,17 @@ def intersect_groups(
     return Overlaps(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
-def _batches(pairs: Ints, n_right: Ints) -> Iterator[tuple[int, int]]:
+def _pairs_at_a_time(boxes: Ints) -> int:
+    """Fewer of boxes with many dimensions, so that the memory stays the same."""
+    return max(1, _PAIRS_AT_A_TIME * 8 // max(8, int(boxes.shape[1])))
+
+
+def _batches(pairs: Ints, n_right: Ints, most: int) -> Iterator[tuple[int, int]]:
     """Groups to compare pair by pair at once, and large ones each on their own."""
     begin, total = 0, 0
     for group, (count, rights) in enumerate(zip(pairs.tolist(), n_right.tolist(), strict=True)):
         alone = rights > 1 and count > _FEW_PAIRS
-        if begin < group and (alone or total + count > _PAIRS_AT_A_TIME):
+        if begin < group and (alone or total + count > most):
             yield begin, group
             begin, total = group, 0
         total += count
@@ -135,11 +140,12 @@ def _candidates(
             order, first, last, best = by_start, low, high, count
     counts = np.maximum(last - first, 0)
     stops = np.cumsum(counts)
+    most = _pairs_at_a_time(left_offsets)
     begin = 0
     while True:
         # At least one row at a time, and no more pairs than fit the budget.
         done = int(stops[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(stops, done + _PAIRS_AT_A_TIME, side="right")))
+        end = max(begin + 1, int(np.searchsorted(stops, done + most, side="right")))
         rows = np.repeat(np.arange(begin, min(end, n_right)), counts[begin:end])
         within = np.arange(len(rows)) - np.repeat(
             stops[begin:end] - counts[begin:end] - done, counts[begin:end]

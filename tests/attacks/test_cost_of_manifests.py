@@ -1,0 +1,200 @@
+"""Manifests with a sound checksum that are made to take long, or much memory.
+
+What a manifest says costs time and memory in proportion to its size. Each of these takes
+a fraction of a second; without the checks it takes from ten seconds to for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reshard
+from reshard.api import CorruptCheckpointError, UnsupportedFormatError
+from reshard.format.manifest import Manifest, decode_manifest, encode_manifest
+from reshard.planning.columns import DTYPE_CODES
+from reshard.planning.overlaps import overlapping_pairs
+from support.hostile import DOORS, MANIFEST, OpenManifest, refusal
+
+SECONDS = 5.0
+
+
+@contextmanager
+def bounded(nbytes: int = 256 << 20) -> Iterator[None]:
+    """The block takes a few seconds at most, and at its peak `nbytes` of memory."""
+    tracemalloc.start()
+    began = time.perf_counter()
+    try:
+        yield
+        taken, (_, peak) = time.perf_counter() - began, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < SECONDS
+    assert peak < nbytes
+
+
+def manifest_of(boxes: Any, shape: Any) -> Manifest:
+    """One tensor of bytes with the given chunks, offsets and sizes."""
+    offsets, sizes = (np.asarray(column, dtype=np.int64) for column in boxes)
+    count, width = offsets.shape
+    nbytes = sizes.prod(axis=1)
+    begins = 4096 + np.concatenate([[0], np.cumsum(nbytes)])
+    none = np.empty(0, dtype=np.int64)
+    zeros, numbers = np.zeros(count, dtype=np.int64), np.array([count], dtype=np.int64)
+    return Manifest(
+        files=["__0_0.safetensors"], file_sizes=begins[-1:], header_sizes=np.array([4096]),
+        header_checksums=np.array([0]), tensor_names=["w"],
+        dtypes=np.array([DTYPE_CODES[torch.uint8]]), flags=np.array([0]),
+        ndims=np.array([width]), shapes=np.array([shape], dtype=np.int64),
+        aliases=np.array([-1]), chunk_starts=np.concatenate([[0], numbers]),
+        chunk_offsets=offsets, chunk_sizes=sizes, chunk_files=zeros, chunk_begins=begins[:-1],
+        chunk_checksums=zeros, value_names=[], value_files=none, value_begins=none,
+        value_nbytes=none, value_checksums=none, value_pickled=none,
+    )  # fmt: skip
+
+
+def diagonal(dims: int) -> Any:
+    """Two chunks that leave a gap, and cut the tensor along every dimension."""
+    ones = np.ones(dims, dtype=np.int64)
+    return (np.stack([0 * ones, ones]), np.stack([ones, ones])), 2 * ones
+
+
+@pytest.mark.parametrize("dims", [2, 20, 22, 60])
+def test_a_tensor_that_is_cut_along_many_dimensions_is_checked_at_once(dims: int) -> None:
+    encoded = encode_manifest(manifest_of(*diagonal(dims)))
+    with bounded(16 << 20):
+        assert len(decode_manifest(encoded, "the manifest").chunk_files) == 2
+
+
+def grid(rows: int, columns: int) -> Any:
+    offsets = np.array(list(itertools.product(range(rows), range(columns))), dtype=np.int64)
+    return offsets, np.ones_like(offsets)
+
+
+def test_many_chunks_with_a_gap_are_checked_at_once() -> None:
+    offsets, sizes = grid(200, 200)
+    encoded = encode_manifest(manifest_of((offsets[:-1], sizes[:-1]), (200, 200)))
+    with bounded():
+        assert len(decode_manifest(encoded, "the manifest").chunk_files) == 39_999
+
+
+def test_many_chunks_with_a_gap_and_an_overlap_are_refused_at_once() -> None:
+    offsets, sizes = grid(200, 200)
+    sizes[20_000] = (1, 2)
+    encoded = encode_manifest(manifest_of((offsets[:-1], sizes[:-1]), (200, 200)))
+    with bounded(), pytest.raises(CorruptCheckpointError, match="'w' that overlap"):
+        decode_manifest(encoded, "the manifest")
+
+
+def test_chunks_that_are_all_the_same_are_refused_at_once() -> None:
+    offsets, sizes = np.zeros((30_000, 2), dtype=np.int64), np.ones((30_000, 2), dtype=np.int64)
+    encoded = encode_manifest(manifest_of((offsets, sizes), (2, 2)))
+    with bounded(), pytest.raises(CorruptCheckpointError, match="'w' that overlap"):
+        decode_manifest(encoded, "the manifest")
+
+
+def entangled(count: int) -> tuple[Any, Any]:
+    """Beams along one dimension each, which no plane separates and of which none meet."""
+    beams = np.arange(count)
+    offsets, sizes = np.zeros((3 * count, 3), dtype=np.int64), np.ones((3 * count, 3), dtype=int)
+    for dim, (one, other) in enumerate(((1, 2), (2, 0), (0, 1))):
+        rows = beams + dim * count
+        # Beams of one direction lie at even places of one of the others, and odd of the next.
+        offsets[rows, one], offsets[rows, other] = 2 * beams, 2 * beams[::-1] + 1
+        sizes[rows, dim] = 2 * count
+    return offsets, sizes
+
+
+def test_entangled_chunks_are_given_up_at_once_rather_than_compared_in_pairs() -> None:
+    offsets, sizes = entangled(10_000)
+    encoded = encode_manifest(manifest_of((offsets, sizes), (20_000, 20_000, 20_000)))
+    with bounded(), pytest.raises(CorruptCheckpointError, match="'w' that leave gaps"):
+        decode_manifest(encoded, "the manifest")
+
+
+def test_a_few_entangled_chunks_are_compared() -> None:
+    found = overlapping_pairs(np.zeros(30, dtype=np.int64), *entangled(10))
+    assert len(found.left) == len(found.undecided) == 0
+
+
+def test_many_tensors_with_gaps_are_checked_together() -> None:
+    count = 20_000
+    one = manifest_of(*diagonal(2))
+    many = {
+        "tensor_names": [f"w{n}" for n in range(count)],
+        "chunk_starts": np.arange(count + 1) * 2,
+        "chunk_begins": 4096 + np.arange(2 * count),
+        "file_sizes": np.array([4096 + 2 * count]),
+    }
+    for name in ("dtypes", "flags", "ndims", "shapes", "aliases"):
+        many[name] = np.repeat(getattr(one, name), count, axis=0)
+    for name in ("chunk_offsets", "chunk_sizes"):
+        many[name] = np.tile(getattr(one, name), (count, 1))
+    for name in ("chunk_files", "chunk_checksums"):
+        many[name] = np.zeros(2 * count, dtype=np.int64)
+    encoded = encode_manifest(Manifest(**{**vars(one), **many}))
+    with bounded():
+        decode_manifest(encoded, "the manifest")
+
+
+def test_columns_wider_than_any_tensor_are_refused_at_once() -> None:
+    width = 100_000
+    boxes = np.zeros((1, width), dtype=np.int64), np.ones((1, width), dtype=np.int64)
+    wide = manifest_of(boxes, np.ones(width))
+    encoded = encode_manifest(Manifest(**{**vars(wide), "ndims": np.array([1])}))
+    with bounded(), pytest.raises(CorruptCheckpointError, match=r"column 'tensors\.shapes'"):
+        decode_manifest(encoded, "the manifest")
+
+
+def make_sparse(path: Path, nbytes: int) -> None:
+    path.write_bytes(b"")
+    os.truncate(path, nbytes)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_sparse_manifest_is_refused_before_it_is_read(door: str, checkpoint: Path) -> None:
+    make_sparse(checkpoint / MANIFEST, 3 << 30)
+    with bounded(16 << 20):
+        text = str(refusal(lambda: DOORS[door](checkpoint)))
+    assert str(3 << 30) in text
+    assert str(1 << 30) in text
+    assert "manifest_limit_bytes" in text
+
+
+def test_a_sparse_manifest_below_the_limit_is_refused_by_its_header(checkpoint: Path) -> None:
+    for beginning in (b"", (500 << 20).to_bytes(8, "little")):
+        (checkpoint / MANIFEST).write_bytes(beginning)
+        os.truncate(checkpoint / MANIFEST, 900 << 20)
+        with bounded(16 << 20):
+            refusal(lambda: reshard.read_state_dict(checkpoint))
+
+
+def test_a_manifest_that_grew_by_a_hole_is_refused_by_its_header(checkpoint: Path) -> None:
+    OpenManifest(checkpoint).write()
+    os.truncate(checkpoint / MANIFEST, 900 << 20)
+    with bounded(16 << 20):
+        assert "cut short" in str(refusal(lambda: reshard.read_state_dict(checkpoint)))
+
+
+def test_the_limit_on_a_manifest_is_an_option(checkpoint: Path) -> None:
+    nbytes = (checkpoint / MANIFEST).stat().st_size
+
+    def load_with(limit_bytes: int) -> Callable[[], Any]:
+        reader = reshard.FileSystemReader(checkpoint, manifest_limit_bytes=limit_bytes)
+        return lambda: reshard.load({"step": 0}, storage_reader=reader, no_dist=True)
+
+    load_with(nbytes)()
+    reason = refusal(load_with(nbytes - 1))
+    assert isinstance(reason, UnsupportedFormatError)
+    assert f"{nbytes} bytes" in str(reason)
+    assert str(nbytes - 1) in str(reason)
