@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.api import CheckpointException, PlanError, StalePlanError
+from reshard.api import PlanError, StalePlanError
 from reshard.checkpoint_files import read_manifest
 from reshard.columnar.writes import WriteItems
 from reshard.contents import StorageTable, to_metadata
-from reshard.coordination.channel import Channel, agree
+from reshard.coordination.channel import Channel
 from reshard.coordination.plan_wire import (
     decode_answer,
     decode_results,
@@ -75,9 +75,8 @@ class SaveOperation:
     """One save, as one rank sees it.
 
     `prepare` is called where its failure reaches the other ranks. It may ask objects for
-    their state, which may communicate in its turn; so what `check` finds is told to all
-    ranks before that. It returns the place to save to, which must be the same for all, or
-    nothing.
+    their state, which may communicate in its turn; so what `check` raises is told to all
+    ranks before that.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class SaveOperation:
         prepare: Callable[[], SaveJob],
         channel: Channel,
         use_collectives: bool,
-        check: Callable[[], str] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.prepare = prepare
         self.check = check
@@ -101,10 +100,10 @@ class SaveOperation:
 
     def run(self) -> Metadata:
         if self.check is not None:
-            self.channel.gather_scatter("open", self.announce, agree)
+            self.channel.gather_scatter("open", self.open, lambda messages: messages)
         try:
             return self._run_together() if self.use_collectives else self._run_alone()
-        except CheckpointException:
+        except BaseException:
             self._discard()
             raise
 
@@ -119,6 +118,9 @@ class SaveOperation:
 
     def _discard(self) -> None:
         """Free the space that the failed save took; a retry may need it."""
+        if not self.channel.outcome_known:
+            # The coordinator may have committed it; the next save cleans up if it has not.
+            return
         writer = self._job.writer if self._job is not None else None
         if isinstance(writer, FileSystemWriter):
             try:
@@ -220,6 +222,7 @@ class SaveOperation:
             decode_results(message, plan.items)
             for message, plan in zip(messages, plans, strict=True)
         ]
+        self.channel.seal()
         self.writer.finish(metadata=self.metadata, results=results)
         return [self._tell()] * len(messages)
 
@@ -249,11 +252,10 @@ class SaveOperation:
         metadata.storage_meta = self.writer.storage_meta()
         return metadata
 
-    def announce(self) -> bytes:
-        """What this rank is about to do."""
-        place = self.check() if self.check is not None else ""
-        how = "" if self.use_collectives else " without collectives"
-        return f"save{how}{f' to {place!r}' if place else ''}".encode()
+    def open(self) -> bytes:
+        if self.check is not None:
+            self.check()
+        return b""
 
     def _run_alone(self) -> Metadata:
         """Save without a plan of all ranks. Only the id of the save is agreed on."""
@@ -289,6 +291,7 @@ class SaveOperation:
         return b""
 
     def finish_alone(self, messages: Sequence[bytes]) -> list[bytes]:
+        self.channel.seal()
         if isinstance(self.writer, FileSystemWriter):
             self.writer.finish_parts()
         return [b""] * len(messages)

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -24,6 +25,7 @@ from reshard.coordination.agreement import agree_on_checkpoint, announce_load
 from reshard.coordination.channel import (
     DEFAULT_TIMEOUT_SECONDS,
     Channel,
+    Intent,
     open_channel,
     telling_others,
 )
@@ -106,7 +108,10 @@ def load(
     that does not answer for `timeout_seconds` counts as failed; 0 means to wait for ever.
     """
     began = time.perf_counter()
-    channel = _open_channel(process_group, no_dist, 0, timeout_seconds)
+    source = (
+        storage_reader if checkpoint_id is None else SimpleNamespace(checkpoint_id=checkpoint_id)
+    )
+    channel = _open_channel(process_group, no_dist, 0, timeout_seconds, source)
     with telling_others(channel), contextlib.ExitStack() as undo:
         if strict not in (True, False, "exact"):
             raise ValueError(f"strict is True, False or 'exact', not {strict!r}")
@@ -170,7 +175,7 @@ def _load_state_dict(
 ) -> None:
     """Load into a state dict without `Stateful` values, as tools of other projects do."""
     chosen = planner if planner is not None else DefaultLoadPlanner()
-    with _open_channel(process_group, no_dist, coordinator_rank) as channel:
+    with _open_channel(process_group, no_dist, coordinator_rank, source=storage_reader) as channel:
         _Load(state_dict, storage_reader, chosen, channel).run()
 
 
@@ -291,7 +296,7 @@ def _read_keys(
     state_dict: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys)
     planner.allow_pickle = allow_pickle
-    with _open_channel(process_group, no_dist) as channel:
+    with _open_channel(process_group, no_dist, source=reader) as channel:
         _Load(state_dict, reader, planner, channel).run()
     return state_dict
 
@@ -322,9 +327,15 @@ def _open_channel(
     no_dist: bool,
     coordinator_rank: int = 0,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    source: object = None,
 ) -> Channel:
     use_dist = not no_dist and dist.is_available() and dist.is_initialized()
-    return open_channel(process_group, use_dist, coordinator_rank, timeout_seconds)
+    place = None
+    with contextlib.suppress(OSError, ValueError):
+        place = place_of(source)
+    # Ranks may have a copy each, at places of their own.
+    intent = Intent("load", f"load of {place!r}" if place else "load")
+    return open_channel(process_group, use_dist, coordinator_rank, timeout_seconds, intent)
 
 
 class _Load:

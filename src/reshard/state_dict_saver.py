@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -16,7 +17,9 @@ from reshard.background.backlog import WhenBusy, backlog, place_of
 from reshard.background.saves import BackgroundSave, worker_of_this_process
 from reshard.coordination.channel import (
     DEFAULT_TIMEOUT_SECONDS,
+    UNKNOWN,
     Channel,
+    Intent,
     open_channel,
     telling_others,
 )
@@ -66,7 +69,8 @@ def save(
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.
     """
-    channel = open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds)
+    intent = _intent("save", storage_writer, checkpoint_id, use_collectives)
+    channel = open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds, intent)
     with telling_others(channel):
         backlog().wait_for_users(storage_writer, planner)
         writer = choose_writer(storage_writer, checkpoint_id)
@@ -99,7 +103,10 @@ def _save_state_dict(
     use_collectives: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
-    channel = open_channel(process_group, _use_dist(no_dist), coordinator_rank, timeout_seconds)
+    intent = _intent("save", storage_writer, None, use_collectives)
+    channel = open_channel(
+        process_group, _use_dist(no_dist), coordinator_rank, timeout_seconds, intent
+    )
     return _save(state_dict, storage_writer, planner, channel, use_collectives)
 
 
@@ -110,12 +117,9 @@ def _save(
     channel: Channel,
     use_collectives: bool,
 ) -> Metadata:
-    def check() -> str:
+    def check() -> None:
         backlog().raise_unseen()
-        place = place_of(storage_writer)
-        backlog().settle(place)
-        # Other storages may have a place for each rank.
-        return place or "" if isinstance(storage_writer, FileSystemWriter) else ""
+        backlog().settle(place_of(storage_writer))
 
     def prepare() -> SaveJob:
         return SaveJob(
@@ -124,6 +128,29 @@ def _save(
 
     with channel:
         return SaveOperation(prepare, channel, use_collectives, check).run()
+
+
+def _intent(
+    what: str,
+    writer: StorageWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    use_collectives: bool,
+) -> Intent:
+    """What a call is about to do, in the same words on all ranks."""
+    if not use_collectives:
+        what += " without collectives"
+    if writer is not None and not isinstance(writer, FileSystemWriter):
+        # Other storages may have a place for each rank.
+        return Intent(what, what)
+    chosen = writer.checkpoint_id if checkpoint_id is None and writer else checkpoint_id
+    # What is wrong with the arguments of this rank is told to all when they are used.
+    if not chosen or not isinstance(chosen, str | os.PathLike):
+        return UNKNOWN
+    try:
+        what += f" to {place_of(SimpleNamespace(checkpoint_id=chosen))!r}"
+    except (OSError, ValueError):
+        return UNKNOWN
+    return Intent(what, what)
 
 
 def _use_dist(no_dist: bool) -> bool:
@@ -197,13 +224,16 @@ def async_save(
     """
     if when_busy not in ("wait", "refuse"):
         raise ValueError(f"when_busy is 'wait' or 'refuse', not {when_busy!r}")
+    in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
+    how = "async save in a process" if in_process else "async save"
+    intent = _intent(how, storage_writer, checkpoint_id, use_collectives)
     save = BackgroundSave(
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
         planner=planner,
-        in_process=AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS,
+        in_process=in_process,
         use_collectives=use_collectives,
-        channel=open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds),
+        channel=open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds, intent),
     )
     future = save.start(lambda: _stateful_to_state_dict(state_dict), async_stager, when_busy)
     if save.staging is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -511,34 +511,29 @@ def test_a_rank_that_fails_leaves_nobody_waiting_in_a_collective(
     assert (there[0], there[2]) == (raised_there, True)
 
 
-def save_to_different_places(folder: str) -> str:
-    with pytest.raises(reshard.CheckpointException) as raised:
-        reshard.save(values(1.0), checkpoint_id=f"{folder}/{dist.get_rank()}")
-    return str(raised.value)
+def fail_with_a_class_of_its_own(folder: str) -> Any:
+    """Rank 1 raises what no other rank can import."""
+    Path(folder, "elsewhere.py").write_text("class OnlyHere(Exception):\n    pass\n")
+
+    class Planner(reshard.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if dist.get_rank() == 1:
+                sys.path.insert(0, folder)
+                from elsewhere import OnlyHere  # type: ignore[import-not-found]
+
+                raise OnlyHere("this disk is not like the others")
+            return super().resolve_data(write_item)
+
+    return told(lambda: reshard.save(values(1.0), checkpoint_id=f"{folder}/x", planner=Planner()))
 
 
-def test_ranks_that_save_to_different_places_are_told_at_once(tmp_path: Path) -> None:
-    for text in run_ranks(2, save_to_different_places, str(tmp_path), seconds=10):
-        assert f"is about to save to '{tmp_path}/0', but rank 1 to save to '{tmp_path}/1'" in text
-    assert list(tmp_path.iterdir()) == []
-
-
-def do_different_things(folder: str, other: str) -> str:
-    reshard.save(values(1.0), checkpoint_id=folder)
-    calls: dict[str, Callable[[], Any]] = {
-        "save": lambda: reshard.save(values(2.0), checkpoint_id=folder),
-        "load": lambda: reshard.load(values(2.0), checkpoint_id=folder),
-        "save without collectives": lambda: reshard.save(
-            values(2.0), checkpoint_id=folder, use_collectives=False
-        ),
-    }
-    with pytest.raises(reshard.CheckpointException) as raised:
-        calls["save" if dist.get_rank() == 0 else other]()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("other", ["load", "save without collectives"])
-def test_ranks_that_do_different_things_are_told_so(other: str, tmp_path: Path) -> None:
-    for text in run_ranks(2, do_different_things, str(tmp_path), other, seconds=20):
-        assert f"is about to save to '{tmp_path}', but rank 1 to {other}" in text
-    assert reshard.read_state_dict(tmp_path)["common"] == 1.0
+def test_an_error_whose_class_only_its_rank_has_reaches_the_others_as_text(tmp_path: Path) -> None:
+    for rank, (kind, failures, _) in enumerate(
+        run_ranks(2, fail_with_a_class_of_its_own, str(tmp_path))
+    ):
+        assert kind == "CheckpointException"
+        assert list(failures) == [1]
+        name, text = failures[1]
+        assert name == ("OnlyHere" if rank == 1 else "RemoteError")
+        assert "this disk is not like the others" in text
+        assert rank == 1 or ("OnlyHere: " in text and "resolve_data" in text)

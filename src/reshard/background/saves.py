@@ -17,7 +17,7 @@ from reshard.background.handover import pack, unpack
 from reshard.background.worker import FailedThere, Request, Worker, describe_script, main_module
 from reshard.composites import unfolded
 from reshard.coordination.channel import Channel, SoloChannel
-from reshard.coordination.meeting import Meeting, call_meeting
+from reshard.coordination.meeting import Meeting, call_meeting, check_meeting
 from reshard.default_planner import DefaultSavePlanner, PlanCache
 from reshard.filesystem import FileSystemWriter
 from reshard.metadata import STATE_DICT_TYPE, Metadata
@@ -66,7 +66,6 @@ class BackgroundSave:
         self._staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
         self._kept: list[Lease] = []
         self._is_off = False
-        self._meeting: Meeting | None = None
 
     def start(
         self,
@@ -82,8 +81,7 @@ class BackgroundSave:
         log = backlog()
         try:
             if self.in_process:
-                # First of all: from now on the others can tell whether this rank is there.
-                self._meeting = call_meeting(self.channel)
+                check_meeting(self.channel)
                 worker_of_this_process().learn_script()
             # Objects that are asked for their state may communicate, so nothing that only one
             # rank may fail in comes before.
@@ -148,16 +146,16 @@ class BackgroundSave:
         """Tell the other ranks that this one takes no part in the save, and why."""
         if isinstance(self.channel, SoloChannel):
             return
-        if self.in_process:
-            # If workers cannot meet at all, the other ranks find that out by themselves.
-            if self._meeting is not None:
-                self._meeting.excuse(self.channel, _reason(error))
-            return
 
-        def fail() -> SaveJob:
+        def fail() -> Any:
             raise error
 
-        future = backlog().submit(None, lambda: self._save(fail))
+        def decline() -> Metadata:
+            if self.in_process:
+                call_meeting(self.channel, fail)
+            return self._save(fail)
+
+        future = backlog().submit(None, decline)
         # The caller is told by the exception itself.
         future.seen = True
 
@@ -166,8 +164,8 @@ class BackgroundSave:
 
         def work() -> Metadata:
             try:
-                if self._meeting is not None:
-                    return self._send(self._meeting)
+                if self.in_process:
+                    return self._send(call_meeting(self.channel, self._confirm))
                 return self._save(self._prepare)
             finally:
                 self._release()
@@ -181,6 +179,11 @@ class BackgroundSave:
     def _prepare(self) -> SaveJob:
         writer = choose_writer(self.storage_writer, self.checkpoint_id)
         return SaveJob(self._state_dict(), writer, self.planner or DefaultSavePlanner())
+
+    def _confirm(self) -> bytes:
+        """Make sure that there is something to save, while that can be told to all ranks."""
+        self._state_dict()
+        return b""
 
     def _state_dict(self) -> STATE_DICT_TYPE:
         staged = self._staged.result() if isinstance(self._staged, Future) else self._staged
@@ -221,7 +224,7 @@ class BackgroundSave:
             # The other ranks know.
             raise error.reason from None
         except BaseException as error:
-            meeting.excuse(self.channel, _reason(error))
+            meeting.cancel(self.channel, _reason(error))
             if isinstance(error, CheckpointException) or not isinstance(error, Exception):
                 raise
             # As it would be if this process had saved by itself.

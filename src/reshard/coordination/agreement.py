@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from reshard.api import CheckpointException
-from reshard.coordination.channel import agree
 from reshard.metadata import StorageMeta
 
 __all__ = ["agree_on_checkpoint", "announce_load"]
 
-_OPENED = re.compile(r"load the save (\S+) at (.*)", re.DOTALL)
 _MOST_SHOWN = 4
 
 
 def announce_load(opened: StorageMeta | None) -> bytes:
-    """What a rank is about to load. Storages of users need not know which save that is."""
+    """Which save a rank has opened, and where. Storages of users need not know that."""
     if opened is None or not opened.save_id:
-        return b"load"
-    return f"load the save {opened.save_id} at {str(opened.checkpoint_id)!r}".encode()
+        return b""
+    return f"{opened.save_id} at {str(opened.checkpoint_id)!r}".encode()
 
 
 def agree_on_checkpoint(messages: Sequence[bytes]) -> Sequence[bytes]:
-    """Check that all ranks announced a load, and of the same save."""
-    intents = [message.decode() for message in messages]
-    agree([b"load" if intent.startswith("load ") else intent.encode() for intent in intents])
+    """Check that all ranks have opened the same save."""
     first: dict[str, str] = {}
-    for rank, intent in enumerate(intents):
-        if opened := _OPENED.fullmatch(intent):
-            first.setdefault(opened[1], f"rank {rank} the save {opened[1]} at {opened[2]}")
+    for rank, message in enumerate(messages):
+        save_id, _, place = message.decode().partition(" at ")
+        if save_id:
+            first.setdefault(save_id, f"rank {rank} the save {save_id} at {place}")
     if len(first) > 1:
         raise CheckpointException(
             f"ranks opened different checkpoints: {', '.join([*first.values()][:_MOST_SHOWN])}. "

@@ -1,13 +1,15 @@
 """How the worker processes of all ranks find each other for one operation.
 
-The ranks themselves agree on a name through their rendezvous store; their workers then
-connect to the same store on their own and meet under that name. Nothing is waited for.
+The ranks themselves meet on their channel, whose coordinator names the meeting; their
+workers then connect to the same store on their own and meet under that name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,68 +17,87 @@ from typing import Any
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from reshard.api import CheckpointException
-from reshard.coordination.channel import Channel, SoloChannel, StoreChannel
+from reshard.coordination.channel import Channel, SoloChannel
 from reshard.coordination.liveness import make_card
+from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
+from reshard.coordination.store_channel import StoreChannel, leave_word, rendezvous_lost
 
-__all__ = ["Meeting", "call_meeting"]
+__all__ = ["Meeting", "call_meeting", "check_meeting"]
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Where a store is. Can be sent to another process, which connects on its own."""
+
+    kind: str
+    place: str
+    port: int
+
+    def connect(self, in_front: bool) -> Any:
+        return _connect(self)
+
+    def forget(self) -> None:
+        _connect.cache_clear()
 
 
 @dataclass(frozen=True)
 class Meeting:
     """One operation of workers. Can be sent to a worker; `open` is for there."""
 
-    address: tuple[str, str, int] | None
-    trainers: str
-    name: str
-    rank: int
-    world_size: int
-    coordinator: int
-    timeout_seconds: float
+    address: _Address | None = None
+    trainers: str = ""
+    name: str = ""
+    rank: int = 0
+    world_size: int = 1
+    coordinator: int = 0
+    timeout_seconds: float = 0.0
 
     def open(self) -> Channel:
         """The channel to the other workers."""
         if self.address is None:
             return SoloChannel()
         return StoreChannel(
-            store=_connect(self.address),
+            thread=RendezvousThread(self.address, self.timeout_seconds),
             # Workers come and go: each operation has cards of its own. Until a worker comes,
             # the card of its trainer tells whether it still can.
             group=self.name,
             standing_cards=self.trainers,
-            name=self.name,
             rank=self.rank,
             world_size=self.world_size,
             coordinator=self.coordinator,
             timeout_seconds=self.timeout_seconds,
         )
 
-    def excuse(self, channel: Channel, reason: str) -> None:
+    def cancel(self, channel: Channel, reason: str) -> None:
         """Tell the others that the worker of this rank will not come, or not come back.
 
-        `channel` is what the meeting was called with.
+        `channel` is what the meeting was called on.
         """
         if not isinstance(channel, StoreChannel):
             return
-        with contextlib.suppress(RuntimeError):
-            # If the store is gone there is nobody left to tell.
-            _without_prefix(channel.store).set(f"{self.name}/gone/{self.rank}", reason)
+        # If the store is gone there is nobody left to tell.
+        with contextlib.suppress(CheckpointException):
+            _run_bare(channel, lambda store: leave_word(store, self.name, self.rank, reason))
 
 
-def call_meeting(channel: Channel) -> Meeting:
-    """A meeting of workers in place of `channel`, which is then not used."""
+def call_meeting(channel: Channel, give: Callable[[], bytes]) -> Meeting:
+    """Have the ranks of `channel` agree on a meeting of their workers. Collective.
+
+    A rank whose `give` raises takes no part, and all ranks raise its reason.
+    """
     if not isinstance(channel, StoreChannel):
-        return Meeting(None, "", "", 0, 1, 0, 0.0)
-    store = _without_prefix(channel.store)
-    address = _address_of(store)
-    # A store may outlive the ranks, and then sees the same names again after a restart.
-    token = channel.store.compare_set(f"{channel.group}/workers", "", uuid.uuid4().hex).decode()
-    trainers = f"reshard-workers/{token}"
+        return Meeting()
+    address = _address_of(channel.origin)
+    with channel:
+        answer = channel.gather_scatter("meet", give, _name_meeting)
+    trainers, _, _ = answer.decode().rpartition("/")
+    card = make_card().encode()
     # It stays, like those of ranks that save by themselves.
-    store.set(f"{trainers}/card/{channel.rank}", make_card())
+    _run_bare(channel, lambda store: store.put({f"{trainers}/card/{channel.rank}": card}))
     return Meeting(
         address=address,
         trainers=trainers,
-        name=f"{trainers}/{channel.name.rpartition('/')[2]}",
+        name=answer.decode(),
         rank=channel.rank,
         world_size=channel.world_size,
         coordinator=channel.coordinator,
@@ -84,18 +105,54 @@ def call_meeting(channel: Channel) -> Meeting:
     )
 
 
+def check_meeting(channel: Channel) -> None:
+    """Raise if workers could not meet."""
+    if isinstance(channel, StoreChannel):
+        _address_of(channel.origin)
+
+
+def _name_meeting(messages: Sequence[bytes]) -> list[bytes]:
+    # A store may outlive the ranks, and then sees the same numbers again after a restart.
+    name = f"reshard-workers/{_token(os.getpid())}/{uuid.uuid4().hex}"
+    return [name.encode()] * len(messages)
+
+
+@cache
+def _token(pid: int) -> str:
+    """Names this process, as long as it lives."""
+    return uuid.uuid4().hex
+
+
+def _run_bare(channel: StoreChannel, work: Callable[[Rendezvous], None]) -> None:
+    """Call the store as a worker sees it."""
+    thread = RendezvousThread(_BareStore(channel.origin), channel.timeout_seconds)
+    try:
+        thread.run(work)
+    except RuntimeError as error:
+        raise rendezvous_lost(error, channel.coordinator, "meet") from error
+    finally:
+        thread.stop()
+
+
+class _BareStore(GroupStore):
+    """The store without the prefix of the trainers, which workers do not know."""
+
+    def connect(self, in_front: bool) -> Any:
+        return _without_prefix(super().connect(in_front))
+
+
 def _without_prefix(store: Any) -> Any:
-    """The store as a worker sees it, which does not know the prefix of the trainers."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
-def _address_of(store: Any) -> tuple[str, str, int]:
+def _address_of(store: Any) -> _Address:
+    store = _without_prefix(store)
     if isinstance(store, TCPStore):
-        return "tcp", store.host, store.port
+        return _Address("tcp", store.host, store.port)
     if isinstance(store, FileStore):
-        return "file", store.path, -1  # type: ignore[attr-defined]
+        return _Address("file", store.path, -1)  # type: ignore[attr-defined]
     raise CheckpointException(
         f"workers cannot reach the rendezvous store of this job, a {type(store).__name__}. Use "
         "AsyncCheckpointerType.THREAD, or set the ranks up with a TCPStore or FileStore"
@@ -103,9 +160,8 @@ def _address_of(store: Any) -> tuple[str, str, int]:
 
 
 @cache
-def _connect(address: tuple[str, str, int]) -> Any:
-    """A connection that never waits, so all operations of a process may share it."""
-    kind, place, number = address
-    if kind == "tcp":
-        return TCPStore(place, number, is_master=False, wait_for_workers=False)
-    return FileStore(place, number)
+def _connect(address: _Address) -> Any:
+    """A connection on which nobody waits, so all operations of a process may share it."""
+    if address.kind == "tcp":
+        return TCPStore(address.place, address.port, is_master=False, wait_for_workers=False)
+    return FileStore(address.place, address.port)

@@ -1,0 +1,92 @@
+"""Whether ranks that meet are about to do the same thing, and what becomes of those that are not.
+
+Pure: decides by what ranks say of themselves. A rank that skipped an operation is at a
+later one than the others, so two operations meet that do not belong together. One of them
+must fail, and the other is moved on to the next meeting, where its ranks wait for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Arrival", "Intent", "Ruling", "UNKNOWN", "judge", "moved"]
+
+PATIENCE = 4
+"""How many operations of others one may see fail before it is taken for the odd one itself."""
+
+
+@dataclass(frozen=True)
+class Intent:
+    """What a rank is about to do: `key` is compared, `text` is for people.
+
+    An empty key fits every other: that of a rank that failed before it knew.
+    """
+
+    key: str = ""
+    text: str = ""
+
+    def fits(self, other: str) -> bool:
+        return not self.key or not other or self.key == other
+
+
+UNKNOWN = Intent()
+
+
+class Arrival(NamedTuple):
+    """What a rank says when it comes to a meeting."""
+
+    key: str
+    text: str
+    ticket: int
+    """Who came first: tickets are drawn in order."""
+    passed: int
+    """How often it was moved on; see `moved`."""
+
+
+class Ruling(NamedTuple):
+    """The operation that fails, by its key; empty if all do. The others are moved on."""
+
+    loses: str
+    is_odd: bool
+    """Whether it was moved on too often, and so is one that the others do not come to."""
+
+
+def judge(arrivals: Mapping[int, Arrival]) -> Ruling | None:
+    """Which operation fails; None if all ranks are at the same one.
+
+    Ranks that skipped an operation are few and come late, so that of the most ranks fails,
+    and of two with as many the one that was there first. An operation that was moved on is
+    waiting for the others to come along, and is spared until its patience is over.
+    """
+    sides: dict[str, list[Arrival]] = {}
+    for arrival in arrivals.values():
+        if arrival.key:
+            sides.setdefault(arrival.key, []).append(arrival)
+    if len(sides) < 2:
+        return None
+    most = max(map(len, sides.values()))
+    if len(sides) > 2 and 2 * most <= len(arrivals):
+        # Such as names with a clock in them. Nobody can say who skipped what.
+        return Ruling("", False)
+    by_size = sorted(
+        sides, key=lambda key: (-len(sides[key]), min(each.ticket for each in sides[key]))
+    )
+    passed = {key: max((each.passed for each in sides[key]), key=abs) for key in sides}
+    for key in reversed(by_size):
+        if passed[key] >= PATIENCE:
+            return Ruling(key, True)
+    for key in by_size:
+        if passed[key] == 0:
+            return Ruling(key, False)
+    return Ruling(by_size[0], False)
+
+
+def moved(passed: int, was_odd: bool) -> int:
+    """What `passed` becomes for an operation that is moved on.
+
+    After an odd one, the rank that it belonged to has as many operations to catch up with
+    as failed for its sake; they are waited for.
+    """
+    return -PATIENCE - 1 if was_odd else passed + 1

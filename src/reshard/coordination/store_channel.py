@@ -1,0 +1,565 @@
+"""The channel of ranks that talk through their rendezvous store.
+
+Each exchange is a message of every rank, a decision of the coordinator, and its answer.
+Keys of an operation, below its name:
+
+    {phase}/message/{rank}   what a rank sends; deleted by it when it has the answer
+    {phase}/answer           the answer, or that each rank has one of its own
+    {phase}/answer/{rank}    that; deleted by the rank
+    pulse/{rank}             changes while the rank takes part
+    gone/{rank}              why the rank left without an answer
+    verdict                  "commit", or who left before that; whoever sets it first
+    left                     how many ranks are through; the last one deletes what remains
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from reshard.api import CheckpointException, RankLostError, _wrap_exception
+from reshard.coordination.error_wire import decode_failures, encode_error, encode_failures
+from reshard.coordination.liveness import Watch, make_card, read_doing
+from reshard.coordination.pairing import Arrival, Intent, Ruling, judge, moved
+from reshard.coordination.rendezvous import Rendezvous, RendezvousThread
+
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "StoreChannel", "leave_card", "leave_word", "rendezvous_lost"]
+
+T = TypeVar("T")
+Decide = Callable[[Sequence[bytes]], Sequence[bytes]]
+
+DEFAULT_TIMEOUT_SECONDS = 30 * 60.0
+_LOOK_AROUND_SECONDS = 1.0
+_SHORTEST_PAUSE_SECONDS = 0.0002
+_LONGEST_PAUSE_SECONDS = 0.002
+_LAST_ANSWER_SECONDS = 5.0
+_LEAVE_SECONDS = 5.0
+_ANSWER_GRACE_SECONDS = 5.0
+_BLOCK = 64
+"""How many messages are asked for at once: asking for all of them is as dear as there are ranks."""
+_COMMIT = "commit"
+_VALUE, _FAILURE, _EACH = range(3)
+
+
+class _Answer(NamedTuple):
+    kind: int
+    body: bytes
+    key: str = ""
+    """Of a first answer: the intent that it is for."""
+    is_odd: bool = False
+
+
+class _Gathered(NamedTuple):
+    messages: dict[int, bytes]
+    arrivals: dict[int, Arrival]
+    lost: dict[int, RankLostError]
+
+
+@dataclass(eq=False)
+class StoreChannel:
+    """Ranks of a process group that talk through its rendezvous store, for one operation.
+
+    An operation is named by its group and its number: the how-manieth of the group it is on
+    this rank. Ranks that find each other at the same number with different intents sort that
+    out: see `pairing`. Without an `intent`, `group` itself names the operation.
+    """
+
+    thread: RendezvousThread
+    group: str
+    rank: int
+    world_size: int
+    coordinator: int = 0
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    number: int = 0
+    intent: Intent | None = None
+    standing_cards: str = ""
+    """Where to look for the card of a rank that has none in `group` yet."""
+    origin: Any = None
+    """What must not go away while the channel is used: it may be the store's server."""
+
+    def __post_init__(self) -> None:
+        self.is_coordinator = self.rank == self.coordinator
+        self.outcome_known = True
+        self._phase = 0
+        self._passed = 0
+        self._beats = 0
+        self._watch = Watch()
+        self._interrupt: BaseException | None = None
+        self._is_sealed = False
+        self._was_told = False
+        self._pending = ""
+        self._answer: tuple[str, int] | None = None
+        self._lost_ranks: set[int] = set()
+        if self.intent is not None:
+            with _numbering:
+                _unmet.add(self)
+
+    @property
+    def name(self) -> str:
+        return self.group if self.intent is None else f"{self.group}/{self.number}"
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.name}/{self._phase}"
+
+    def __enter__(self) -> StoreChannel:
+        self._run("open", self._show_up)
+        self.thread.beat_with(self._beat)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._settle_number()
+        self.thread.beat_with(None)
+        kind = error[0]
+        left_early = isinstance(kind, type) and not self._was_told
+        reason = kind.__name__ if isinstance(kind, type) else ""
+        # If the store is gone there is nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            self.thread.run(lambda store: self._leave(store, left_early, reason), _LEAVE_SECONDS)
+        if self.is_coordinator and not self.thread.is_lost:
+            _last_answers.remember(self)
+        self.thread.stop()
+
+    def gather_scatter(self, phase: str, give: Callable[[], bytes], decide: Decide) -> bytes:
+        self._phase += 1
+        own, self._interrupt = _attempt(give)
+        while True:
+            answer = self._exchange(phase, own, decide)
+            if self._interrupt is not None:
+                raise self._interrupt
+            if self._phase > 1 or self.intent is None or self.intent.fits(answer.key):
+                break
+            # It is for another operation, which this rank skipped or the others did.
+            self._passed = moved(self._passed, answer.is_odd)
+            self._run(phase, self._move_on)
+        self._settle_number()
+        if answer.kind == _FAILURE:
+            self._was_told = True
+            raise CheckpointException(phase, decode_failures(answer.body))
+        return answer.body
+
+    def seal(self) -> None:
+        """Decide that the operation is committed, unless a rank has left it.
+
+        For the coordinator, right before it commits. From here on a rank that gives up
+        knows that it cannot know.
+        """
+        stands = self._run("commit", lambda store: store.claim(f"{self.name}/verdict", _COMMIT))
+        if stands != _COMMIT:
+            raise RankLostError(f"nothing was committed: {stands}")
+        self._is_sealed = True
+
+    def _exchange(self, phase: str, own: _Answer, decide: Decide) -> _Answer:
+        if self.is_coordinator:
+            return self._coordinate(phase, own, decide)
+        self.outcome_known = False
+        answer = self._run(phase, lambda store: self._ask(store, phase, own))
+        if isinstance(answer, RankLostError):
+            raise CheckpointException(phase, {self.coordinator: _wrap_exception(answer)})
+        self.outcome_known = True
+        return answer
+
+    def _run(self, phase: str, work: Callable[[Rendezvous], T]) -> T:
+        try:
+            return self.thread.run(work)
+        except RuntimeError as error:
+            if self._is_sealed:
+                self.outcome_known = False
+            raise rendezvous_lost(error, self.coordinator, phase, self._is_sealed) from error
+
+    # The side of every rank but the coordinator; in the thread of the store
+
+    def _ask(self, store: Rendezvous, phase: str, own: _Answer) -> _Answer | RankLostError:
+        while True:
+            number = self.number
+            self._pending = f"{self._prefix}/message/{self.rank}"
+            message = self._first_message(store, own) if self._phase == 1 else _encode(own)
+            store.put({self._pending: message})
+            if self._interrupt is not None:
+                # The coordinator has yet to read it.
+                self._pending = ""
+                return own
+            answer = self._wait_for_answer(store, phase, number)
+            if answer is not None:
+                return answer
+            # An earlier operation of this rank was moved on, and this one with it.
+            self._show_up(store)
+
+    def _first_message(self, store: Rendezvous, own: _Answer) -> bytes:
+        return msgspec.msgpack.encode((self._arrive(store), _encode(own)))
+
+    def _arrive(self, store: Rendezvous) -> Arrival:
+        if self.intent is None:
+            return Arrival("", "", 0, 0)
+        ticket = store.add(f"{self.group}/tickets", 1)
+        return Arrival(self.intent.key, self.intent.text, ticket, self._passed)
+
+    def _wait_for_answer(
+        self, store: Rendezvous, phase: str, number: int
+    ) -> _Answer | RankLostError | None:
+        key = f"{self._prefix}/answer"
+        began = time.monotonic()
+        # Longer than the coordinator waits: if it gives somebody up, it will say whom.
+        give_up = began + (self.timeout_seconds or math.inf) + _ANSWER_GRACE_SECONDS
+        look_around = began + _LOOK_AROUND_SECONDS
+        pause = max(_SHORTEST_PAUSE_SECONDS, self.world_size / 100_000)
+        # Polling, since the store's own wait warns on stderr whenever its time is up, and
+        # keeps the connection busy.
+        while (value := store.look(key)) is None:
+            if self.number != number:
+                return None
+            now = time.monotonic()
+            if now >= look_around:
+                lost = self._find_lost(store, [self.coordinator], phase, now > give_up)
+                for error in lost.values():
+                    return self._give_up(store, error)
+                look_around = now + _LOOK_AROUND_SECONDS
+            store.pause(pause)
+            pause = min(2 * pause, self._longest_pause)
+        self._answer = key, len(value)
+        answer = _decode(value)
+        if answer.kind == _EACH:
+            own_key = f"{key}/{self.rank}"
+            (own_value,) = store.get_all([own_key])
+            store.delete_value(own_key, len(own_value))
+            answer = _decode(own_value)
+        self._withdraw(store)
+        return answer
+
+    @property
+    def _longest_pause(self) -> float:
+        return max(_LONGEST_PAUSE_SECONDS, self.world_size / 10_000)
+
+    def _give_up(self, store: Rendezvous, error: RankLostError) -> RankLostError:
+        """Leave before the answer came, unless the coordinator is committing already."""
+        stands = store.claim(f"{self.name}/verdict", f"rank {self.rank} left: {error}")
+        self.outcome_known = stands != _COMMIT
+        if self.outcome_known:
+            return error
+        return RankLostError(
+            f"the outcome is not known: {error}. It was committing the checkpoint by then; look "
+            "at what is there before you rely on it, or on an older one"
+        )
+
+    def _withdraw(self, store: Rendezvous) -> None:
+        """Delete the message that was sent last."""
+        if self._pending:
+            store.delete([self._pending])
+            self._pending = ""
+
+    # The coordinator's side
+
+    def _coordinate(self, phase: str, own: _Answer, decide: Decide) -> _Answer:
+        key = self.intent.key if self.intent is not None else ""
+        if self._interrupt is not None:
+            # Nobody is waited for any more.
+            return self._scatter_failures(phase, {self.rank: own.body}, key)
+        gathered = self._run(phase, lambda store: self._gather(store, phase, own))
+        failures = {rank: encode_error(error) for rank, error in gathered.lost.items()}
+        self._lost_ranks |= set(failures)
+        if not failures:
+            ruling = judge(gathered.arrivals)
+            if ruling is not None:
+                failures = _describe(ruling, gathered.arrivals, self.coordinator)
+                return self._scatter_failures(phase, failures, ruling.loses, ruling.is_odd)
+        messages = {r: _decode(message) for r, message in sorted(gathered.messages.items())}
+        failures |= {r: m.body for r, m in messages.items() if m.kind == _FAILURE}
+        if not failures:
+            answers: list[bytes] = []
+
+            def decide_for_all() -> bytes:
+                answers[:] = decide([message.body for message in messages.values()])
+                if len(answers) != self.world_size:
+                    raise ValueError(f"{len(answers)} answers for {self.world_size} ranks")
+                return b""
+
+            outcome, self._interrupt = _attempt(decide_for_all)
+            if outcome.kind == _VALUE:
+                return self._scatter(phase, [_Answer(_VALUE, each, key) for each in answers])
+            failures = {self.rank: outcome.body}
+        return self._scatter_failures(phase, failures, key)
+
+    def _scatter_failures(
+        self, phase: str, failures: Mapping[int, bytes], key: str, is_odd: bool = False
+    ) -> _Answer:
+        self._was_told = True
+        answer = _Answer(_FAILURE, encode_failures(failures), key, is_odd)
+        return self._scatter(phase, [answer] * self.world_size)
+
+    def _scatter(self, phase: str, answers: Sequence[_Answer]) -> _Answer:
+        own, key = answers[self.rank], f"{self._prefix}/answer"
+        if all(answer is own or answer == own for answer in answers):
+            # One for all, which stays until all have it.
+            values = {key: _encode(own)}
+        else:
+            values = {
+                f"{key}/{rank}": _encode(answer)
+                for rank, answer in enumerate(answers)
+                if rank != self.rank
+            }
+            values[key] = _encode(_Answer(_EACH, b""))
+        self._answer = key, len(values[key])
+        self._run(phase, lambda store: store.put(values))
+        return own
+
+    def _gather(self, store: Rendezvous, phase: str, own: _Answer) -> _Gathered:
+        while True:
+            number = self.number
+            gathered = self._gather_once(store, phase, own, number)
+            if gathered is not None:
+                return gathered
+            self._show_up(store)
+
+    def _gather_once(
+        self, store: Rendezvous, phase: str, own: _Answer, number: int
+    ) -> _Gathered | None:
+        keys = {
+            rank: f"{self._prefix}/message/{rank}"
+            for rank in range(self.world_size)
+            if rank != self.rank
+        }
+        arrivals = {self.rank: self._arrive(store)} if self._phase == 1 else {}
+        lost, elsewhere = dict[int, RankLostError](), dict[int, Arrival]()
+        began = time.monotonic()
+        give_up = began + (self.timeout_seconds or math.inf)
+        look_around = began + _LOOK_AROUND_SECONDS
+        waiting, pause = list(keys), _SHORTEST_PAUSE_SECONDS
+        while waiting:
+            if store.exist([keys[rank] for rank in waiting[:_BLOCK]]):
+                del waiting[:_BLOCK]
+                continue
+            if self._phase == 1 and self.number != number:
+                return None
+            now = time.monotonic()
+            if now >= look_around:
+                waiting = [rank for rank in waiting if not store.exist([keys[rank]])]
+                elsewhere |= self._find_elsewhere(store, waiting)
+                waiting = [rank for rank in waiting if rank not in elsewhere]
+                lost |= self._find_lost(store, waiting, phase, now > give_up)
+                waiting = [rank for rank in waiting if rank not in lost]
+                look_around = now + _LOOK_AROUND_SECONDS
+            store.pause(pause)
+            pause = min(2 * pause, self._longest_pause)
+        there = [rank for rank in keys if rank not in lost and rank not in elsewhere]
+        values = store.get_all([keys[rank] for rank in there])
+        messages = dict(zip(there, values, strict=True))
+        if self._answer is not None and not lost:
+            # Whoever sends a message has the answer to the last.
+            store.delete_value(*self._answer)
+            self._answer = None
+        if self._phase == 1:
+            for rank, value in messages.items():
+                arrival, messages[rank] = msgspec.msgpack.decode(value)
+                arrivals[rank] = Arrival(*arrival)
+        messages[self.rank] = _encode(own)
+        return _Gathered(messages, arrivals | elsewhere, lost)
+
+    def _find_elsewhere(self, store: Rendezvous, ranks: Sequence[int]) -> dict[int, Arrival]:
+        """Ranks that were here with another intent than this one's, and have left."""
+        found = {}
+        if self._phase == 1 and self.intent is not None:
+            for rank in ranks:
+                key, text, _ = self._gone(store, rank)
+                if not self.intent.fits(key):
+                    found[rank] = Arrival(key, text, 0, 0)
+        return found
+
+    # What both sides do
+
+    def _find_lost(
+        self, store: Rendezvous, ranks: Sequence[int], phase: str, out_of_time: bool
+    ) -> dict[int, RankLostError]:
+        lost = {}
+        for rank in ranks:
+            _, _, left = self._gone(store, rank)
+            card = self._card_of(store, rank)
+            reason = left or self._watch.lost(rank, card, lambda r=rank: self._pulse_of(store, r))  # type: ignore[misc]
+            if reason is None and out_of_time:
+                reason = f"it did not answer within {self.timeout_seconds:.0f} s"
+                if self._phase == 1 and not self._pulse_of(store, rank):
+                    last = read_doing(card)
+                    reason += ", nor come to it" + (f" (its last was {last})" if last else "")
+            if reason is not None:
+                doing = f" of {self.intent.text}" if self.intent and self.intent.text else ""
+                lost[rank] = RankLostError(f"lost rank {rank} in phase {phase!r}{doing}: {reason}")
+        return lost
+
+    def _gone(self, store: Rendezvous, rank: int) -> tuple[str, str, str]:
+        """The intent with which a rank was here, and why it left."""
+        value = store.look(f"{self.name}/gone/{rank}")
+        return msgspec.msgpack.decode(value, type=tuple[str, str, str]) if value else ("", "", "")
+
+    def _show_up(self, store: Rendezvous) -> None:
+        if self.intent is None:
+            leave_card(store, self.group, self.rank)
+        self._beat(store)
+
+    def _beat(self, store: Rendezvous) -> None:
+        self._beats += 1
+        store.put({f"{self.name}/pulse/{self.rank}": str(self._beats).encode()})
+
+    def _card_of(self, store: Rendezvous, rank: int) -> str:
+        card = store.look(f"{self.group}/card/{rank}")
+        if not card and self.standing_cards:
+            card = store.look(f"{self.standing_cards}/card/{rank}")
+        return (card or b"").decode()
+
+    def _pulse_of(self, store: Rendezvous, rank: int) -> str:
+        return (store.look(f"{self.name}/pulse/{rank}") or b"").decode()
+
+    def _move_on(self, store: Rendezvous) -> None:
+        """Leave the number to others, and meet at the next; with all that was begun later."""
+        self._depart(store)
+        store.add(f"{self.group}/opened/{self.rank}", 1)
+        with _numbering:
+            here = self.number
+            for channel in _unmet:
+                is_mine = channel.origin is self.origin and channel.rank == self.rank
+                if is_mine and channel.group == self.group and channel.number >= here:
+                    channel.number += 1
+        self._was_told = False
+        self._answer = None
+        self._show_up(store)
+
+    def _settle_number(self) -> None:
+        with _numbering:
+            _unmet.discard(self)
+
+    def _leave(self, store: Rendezvous, left_early: bool, reason: str) -> None:
+        if left_early:
+            reason = f"it left with {reason}"
+            leave_word(store, self.name, self.rank, reason, self.intent or Intent())
+            stands = store.claim(f"{self.name}/verdict", f"rank {self.rank} left: {reason}")
+            self.outcome_known = self.outcome_known or stands != _COMMIT
+        self._depart(store)
+        if self.intent is None:
+            store.delete([f"{self.group}/card/{self.rank}"])
+
+    def _depart(self, store: Rendezvous) -> None:
+        """Delete what this rank left, and, if it is the last, what all did."""
+        name = self.name
+        self._withdraw(store)
+        store.delete([f"{name}/pulse/{self.rank}"])
+        if store.add(f"{name}/left", 1) < self.world_size:
+            return
+        # Set if a rank has left early, or else by `seal`.
+        stands = store.claim(f"{name}/verdict", "over")
+        if stands not in ("over", _COMMIT):
+            store.delete([f"{name}/gone/{rank}" for rank in range(self.world_size)])
+        store.delete([f"{name}/verdict", f"{name}/left"])
+        store.delete_value(*(self._answer or (f"{self._prefix}/answer", 0)))
+
+
+_unmet: weakref.WeakSet[StoreChannel] = weakref.WeakSet()
+"""The operations of this process that may still be moved on."""
+_numbering = threading.Lock()
+
+
+def leave_card(store: Rendezvous, group: str, rank: int, doing: str = "") -> None:
+    """Say which process is `rank`, so that others can tell whether it is there."""
+    store.put({f"{group}/card/{rank}": make_card(doing).encode()})
+
+
+def leave_word(
+    store: Rendezvous, name: str, rank: int, reason: str, intent: Intent | None = None
+) -> None:
+    """Say why `rank` is not in the operation of that name any more."""
+    key, text = (intent.key, intent.text) if intent is not None else ("", "")
+    store.put({f"{name}/gone/{rank}": msgspec.msgpack.encode((key, text, reason))})
+
+
+def rendezvous_lost(
+    error: Exception, coordinator: int, phase: str, is_sealed: bool = False
+) -> CheckpointException:
+    """The store is gone, and with it mostly the process that held it."""
+    text = f"lost the rendezvous store in phase {phase!r}: {error}"
+    if is_sealed:
+        text += ". The checkpoint may be committed; the other ranks were not told"
+    return CheckpointException(phase, {coordinator: _wrap_exception(RankLostError(text))})
+
+
+def _describe(
+    ruling: Ruling, arrivals: Mapping[int, Arrival], coordinator: int
+) -> dict[int, bytes]:
+    """Why the operation that loses fails."""
+    if not ruling.loses:
+        doing = "; ".join(f"rank {r}: {a.text}" for r, a in sorted(arrivals.items()) if a.key)
+        error = ValueError(
+            f"ranks are at different operations ({doing}). All ranks must do the same, in the "
+            "same order"
+        )
+        return {coordinator: encode_error(error)}
+    losing = next(each.text for each in arrivals.values() if each.key == ruling.loses)
+    return {
+        rank: encode_error(
+            ValueError(
+                f"rank {rank} did not take part in {losing}: it is at {arrival.text}. All ranks "
+                "must do the same, in the same order"
+            )
+        )
+        for rank, arrival in arrivals.items()
+        if arrival.key and arrival.key != ruling.loses
+    }
+
+
+def _attempt(work: Callable[[], bytes]) -> tuple[_Answer, BaseException | None]:
+    """The result or the error of `work`, ready to be sent; and what must not be held back."""
+    try:
+        return _Answer(_VALUE, work()), None
+    except Exception as error:  # noqa: BLE001 - sent to all ranks, which raise it
+        return _Answer(_FAILURE, encode_error(error)), None
+    except BaseException as error:  # noqa: BLE001 - raised by the caller
+        # An interrupt: the others are told, and then it goes its way.
+        return _Answer(_FAILURE, encode_error(error)), error
+
+
+def _encode(answer: _Answer) -> bytes:
+    return msgspec.msgpack.encode(tuple(answer))
+
+
+def _decode(data: bytes) -> _Answer:
+    return _Answer(*msgspec.msgpack.decode(data))
+
+
+class _LastAnswers:
+    """What this process decided last, for its end.
+
+    The store may live in this very process: if it ended at once, ranks that have not
+    fetched their answer yet would take a save for failed that was committed.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[RendezvousThread, Any, str, int] | None = None
+
+    def remember(self, channel: StoreChannel) -> None:
+        if self._last is None:
+            atexit.register(self.wait)
+        expected = channel.world_size - len(channel._lost_ranks)
+        self._last = channel.thread, channel.origin, f"{channel.name}/left", expected
+
+    def wait(self) -> None:
+        """Give the others a moment to fetch their answers."""
+        if self._last is None:
+            return
+        thread, _, key, expected = self._last
+
+        def until_all_left(store: Rendezvous) -> None:
+            give_up = time.monotonic() + _LAST_ANSWER_SECONDS
+            while (store.count(key) or math.inf) < expected and time.monotonic() < give_up:
+                store.pause(_LONGEST_PAUSE_SECONDS)
+
+        # Without the store there is nothing left to fetch.
+        with contextlib.suppress(RuntimeError):
+            thread.run_at_exit(until_all_left, _LAST_ANSWER_SECONDS)
+
+
+_last_answers = _LastAnswers()
