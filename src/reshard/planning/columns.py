@@ -119,7 +119,8 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:
     if not rows:
         return padded
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    for length in np.unique(lengths).tolist():
+    # np.unique would import numpy.ma, at a first save and on all ranks at once.
+    for length in np.flatnonzero(np.bincount(lengths)).tolist():
         if length == 0:
             continue
         chosen = np.flatnonzero(lengths == length)
