@@ -163,10 +163,11 @@ def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
             f"a state dict is a dict, not a {type(state_dict).__name__}: save "
             "{'model': model} in place of model"
         )
-    states = {}
+    states = dict(state_dict)
     for key, value in state_dict.items():
-        with _noting(f"asking {key!r} for its state"):
-            states[key] = value.state_dict() if is_stateful(value) else value
+        if is_stateful(value):
+            with _noting(f"asking {key!r} for its state"):
+                states[key] = value.state_dict()
     return states
 
 

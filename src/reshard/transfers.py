@@ -10,7 +10,6 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -81,8 +80,7 @@ class _Contents:
         data = item.tensor_data
         if item.type is WriteItemType.BYTE_IO:
             view = _value_bytes(self._planner, item)
-            nbytes, value = len(view), partial(_same, view)
-            self._append(item.index.fqn, torch.uint8, (nbytes,), nbytes, value)
+            self._append(item.index.fqn, torch.uint8, (len(view),), len(view), view)
             self.pickled[-1] = is_pickled(view)
             return
         if data is None:
@@ -116,7 +114,7 @@ class _Contents:
             check_allocated(name, local)
             key = _region_key(name, shape[:dims], offsets[:dims], here)
             nbytes = math.prod(here) * dtype.itemsize
-            self._append(key, dtype, here, nbytes, partial(_same, local))
+            self._append(key, dtype, here, nbytes, local)
 
     def _append(
         self,
@@ -124,13 +122,13 @@ class _Contents:
         dtype: torch.dtype,
         shape: Sequence[int],
         nbytes: int,
-        resolve: Callable[[], torch.Tensor | memoryview],
+        source: torch.Tensor | memoryview | Callable[[], torch.Tensor | memoryview],
     ) -> None:
         # The manifest does not rely on keys, so any that is not taken will do.
         while key in self._keys:
             key += "#"
         self._keys.add(key)
-        self.contents.append(Content(key, dtype, shape, nbytes, resolve))
+        self.contents.append(Content(key, dtype, shape, nbytes, source))
         self.pickled.append(False)
 
 
@@ -143,10 +141,6 @@ def _value_bytes(planner: SavePlanner, item: WriteItem) -> memoryview:
             "planned as a value: return a BytesIO"
         )
     return data.getbuffer()
-
-
-def _same(data: Any) -> Any:
-    return data
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
@@ -404,13 +398,13 @@ class _Requests:
             check_allocated(base.names[dest], target)
             if file not in paths:
                 paths[file] = self._files.open(file)
-            name = base.names[stored]
+            name, chunk = base.names[stored], tuple(shape[:dims])
             self.requests.append(
                 Request(
                     name,
                     paths[file],
                     begin,
-                    tuple(shape[:dims]),
+                    here if chunk == here else chunk,
                     table.dtype_of(name),
                     digest,
                     tuple(offsets[:dims]),

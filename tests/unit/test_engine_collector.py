@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
+import torch
 
+import reshard
+from reshard.engine import collector
 from reshard.engine.collector import paused_collection
 
 
 @pytest.fixture(autouse=True)
-def collector() -> Iterator[None]:
+def as_before() -> Iterator[None]:
     enabled = gc.isenabled()
     yield
     gc.unfreeze()
@@ -61,23 +71,132 @@ def test_a_collector_that_the_user_turned_off_stays_off() -> None:
     assert not gc.isenabled()
 
 
-def test_objects_that_the_user_froze_stay_frozen() -> None:
+def test_what_the_user_froze_and_what_is_young_stay_as_they_are() -> None:
     gc.enable()
     gc.freeze()
     frozen = gc.get_freeze_count()
+    circle: list[object] = []
+    circle.append(circle)
     with paused_collection():
         pass
     assert frozen > 0
     assert gc.get_freeze_count() == frozen
+    assert any(each is circle for each in gc.get_objects(generation=0))
 
 
-def test_what_was_made_in_a_pause_is_old_afterwards_and_can_still_be_collected() -> None:
+class Circle:
+    """Only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_cyclic_garbage_that_is_made_between_saves_is_collected(tmp_path: Path) -> None:
     gc.enable()
     gc.collect()
+    state = {f"w{i}": torch.zeros(2) for i in range(20)}
+    alive: weakref.WeakSet[Circle] = weakref.WeakSet()
+    for _ in range(40):
+        for circle in [Circle() for _ in range(500)]:
+            alive.add(circle)
+        del circle
+        reshard.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+        reshard.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert len(alive) < 10_000, "of 20,000 that were made"
+
+
+FORKS = """
+import gc, os, threading
+from reshard.engine.collector import paused_collection
+
+inside, leave = threading.Event(), threading.Event()
+
+def other():
     with paused_collection():
-        circles = [[i] for i in range(50_000)]
-        for circle in circles:
-            circle.append(circle)
-    assert gc.get_count()[0] < 50_000
-    del circles, circle
-    assert gc.collect() >= 50_000
+        inside.set()
+        leave.wait(30)
+
+thread = threading.Thread(target=other)
+thread.start()
+inside.wait(30)
+assert not gc.isenabled()
+with paused_collection():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if gc.isenabled() else 1)
+_, status = os.waitpid(pid, 0)
+pid = os.fork()
+if pid == 0:
+    with paused_collection():
+        assert not gc.isenabled()
+    os._exit(0 if gc.isenabled() else 1)
+_, later = os.waitpid(pid, 0)
+leave.set()
+thread.join()
+assert gc.isenabled()
+raise SystemExit(1 if status or later else 0)
+"""
+
+
+def test_a_child_that_is_forked_during_a_pause_has_a_collector() -> None:
+    outcome = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], timeout=60, check=False)
+
+    assert outcome.returncode == 0
+
+
+def test_an_interrupt_at_any_point_of_a_pause_leaves_the_collector_on() -> None:
+    gc.enable()
+    points = 0
+    while True:
+        countdown = points
+
+        def trace(frame: FrameType, event: str, arg: Any) -> Any:
+            nonlocal countdown
+            if frame.f_code.co_filename not in (collector.__file__, contextlib.__file__):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                countdown -= 1
+                if countdown < 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with paused_collection(), paused_collection():
+                pass
+        except KeyboardInterrupt:
+            points += 1
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        assert gc.isenabled(), f"off after an interrupt at point {points}"
+        with paused_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+    assert points > 50
+
+
+def test_threads_that_pause_again_and_again_leave_the_collector_on() -> None:
+    gc.enable()
+
+    def work() -> None:
+        for _ in range(2000):
+            with paused_collection():
+                pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert gc.isenabled()
+    with paused_collection():
+        assert not gc.isenabled()

@@ -12,12 +12,7 @@ __all__ = ["Staging", "byte_view", "is_direct", "pieces"]
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """Whether the memory of `tensor`, as it lies, is what is stored for it."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from reshard.api import CorruptCheckpointError
+from reshard.engine.collector import paused_collection
 from reshard.engine.memory import Staging, byte_view, is_direct
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Hasher, checksum
@@ -49,8 +51,9 @@ class Verify(Enum):
     FULL = "full"
 
 
-@dataclass(slots=True)
-class Request:
+# There are as many as there are tensors, and none is part of a cycle: unknown to the garbage
+# collector, they do not make it run.
+class Request(msgspec.Struct, gc=False):
     """One region of one stored chunk, and the tensor to fill with it.
 
     The chunk begins at byte `begin` of the file; `offsets` count from its start. `into` is the
@@ -68,8 +71,8 @@ class Request:
     target: torch.Tensor
     into: str
     done: Callable[[], None] | None = None
-    whole: bool = field(init=False)
-    nbytes: int = field(init=False)
+    whole: bool = False
+    nbytes: int = 0
 
     def __post_init__(self) -> None:
         self.whole = self.lengths == self.chunk_shape
@@ -92,6 +95,18 @@ def read_regions(
     # would compute wrong gradients.
     increment_version([request.target for request in requests])
     job = _Job(readers, verify, where, advance)
+    with paused_collection():
+        together, shared = _tasks(requests, verify)
+    run_all(job.read, together, threads)
+    # One after the other, as they were planned: the last one stays.
+    run_all(job.read, [[request] for request in shared], 1)
+    return sum(request.nbytes for request in requests)
+
+
+def _tasks(
+    requests: Sequence[Request], verify: Verify
+) -> tuple[list[list[Request]], list[Request]]:
+    """Batches that can be read at the same time, and requests that can not."""
     direct, other = [], []
     apart, shared = _split_by_sharing(requests)
     for request in apart:
@@ -104,10 +119,7 @@ def read_regions(
             other.append([request])
     # File by file: few have to be open at once, and disks like it.
     other.sort(key=lambda alone: (alone[0].file, alone[0].begin))
-    run_all(job.read, [*other, *_batches(direct)], threads)
-    # One after the other, as they were planned: the last one stays.
-    run_all(job.read, [[request] for request in shared], 1)
-    return sum(request.nbytes for request in requests)
+    return [*other, *_batches(direct)], shared
 
 
 def _split_by_sharing(requests: Sequence[Request]) -> tuple[Sequence[Request], list[Request]]:
@@ -115,14 +127,16 @@ def _split_by_sharing(requests: Sequence[Request]) -> tuple[Sequence[Request], l
 
     What is read into one memory under two names must not be read at the same time.
     """
+    filled = [r for r in requests if r.nbytes and r.target.is_cpu]
+    begins = np.fromiter((r.target.data_ptr() for r in filled), np.int64, len(filled))
+    ends = begins + np.fromiter((_extent_bytes(r.target) for r in filled), np.int64, len(filled))
+    order = np.argsort(begins, kind="stable")
+    if (begins[order][1:] >= np.maximum.accumulate(ends[order])[:-1]).all():
+        return requests, []
     spans: dict[str, tuple[int, int]] = {}
-    for request in requests:
-        target = request.target
-        if request.nbytes and target.device.type == "cpu":
-            begin = target.data_ptr()
-            end = begin + elements_spanned(target.shape, target.stride()) * target.itemsize
-            low, high = spans.get(request.into, (begin, end))
-            spans[request.into] = (min(low, begin), max(high, end))
+    for request, begin, end in zip(filled, begins.tolist(), ends.tolist(), strict=True):
+        low, high = spans.get(request.into, (begin, end))
+        spans[request.into] = (min(low, begin), max(high, end))
     sharing: set[str] = set()
     furthest, reach = "", 0
     for name, (low, high) in sorted(spans.items(), key=lambda span: span[1]):
@@ -134,6 +148,13 @@ def _split_by_sharing(requests: Sequence[Request]) -> tuple[Sequence[Request], l
         return requests, []
     apart = [request for request in requests if request.into not in sharing]
     return apart, [request for request in requests if request.into in sharing]
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """How many bytes lie between the first and the last element, that included."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return elements_spanned(tensor.shape, tensor.stride()) * tensor.itemsize
 
 
 def read_bytes(
@@ -181,6 +202,8 @@ def _lands_directly(request: Request) -> bool:
 
 
 def _position(request: Request) -> int:
+    if request.whole:
+        return request.begin
     return request.begin + _ravel(request.chunk_shape, request.offsets) * request.dtype.itemsize
 
 

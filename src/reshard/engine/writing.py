@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -30,18 +31,23 @@ _BATCH_ITEMS = 1000
 Digests: TypeAlias = npt.NDArray[np.uint64]
 
 
-@dataclass(slots=True)
-class Content:
-    """One thing to write: its key in the file, its form, and how to get its data.
+# There are as many as there are tensors, and none is part of a cycle: unknown to the garbage
+# collector, they do not make it run.
+class Content(msgspec.Struct, gc=False):
+    """One thing to write: its key in the file, its form, and its data or how to get it.
 
-    `resolve` is called once, when its turn comes, since it may allocate.
+    A `source` that is a function is called once, when its turn comes, since it may allocate.
     """
 
     key: str
     dtype: torch.dtype
     shape: Sequence[int]
     nbytes: int
-    resolve: Callable[[], torch.Tensor | memoryview]
+    source: torch.Tensor | memoryview | Callable[[], torch.Tensor | memoryview]
+
+    def resolve(self) -> torch.Tensor | memoryview:
+        source = self.source
+        return source if isinstance(source, torch.Tensor | memoryview) else source()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from reshard.api import PlanError, UnsupportedLayoutError
 from reshard.metadata import STATE_DICT_TYPE, MetadataIndex
 from reshard.tensors.foreign import to_chunk
-from reshard.tensors.layout import Cut, Region, elements_spanned, local_regions
+from reshard.tensors.layout import Cut, Region, local_regions
 from reshard.tensors.wrappers import is_composite
 
 __all__ = [
@@ -249,14 +249,9 @@ def check_memory(fqn: str, tensor: Any) -> None:
 
 def check_allocated(fqn: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose storage was freed: to touch its memory would end the process."""
-    if tensor.layout is not torch.strided:
-        return
-    held = tensor.untyped_storage().nbytes()
-    if held >= tensor.nbytes:
-        return
-    # A tensor may also be larger than its memory, such as an expanded one.
-    last = tensor.storage_offset() + elements_spanned(tensor.shape, tensor.stride())
-    if tensor.numel() and held < last * tensor.itemsize:
+    # The address of the storage, without making a Python object of it that would stay.
+    begin = tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize
+    if begin == 0 and tensor.numel() and not tensor.is_meta:
         raise UnsupportedLayoutError(
             f"the memory of {fqn!r} was freed, as FSDP does with parameters in use: save and load "
             "a state dict that was asked for outside of the forward and backward pass"
