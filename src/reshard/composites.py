@@ -38,7 +38,7 @@ __all__ = [
 
 KIND = "__tensor__"
 """The name of the entry that says what a composite tensor is."""
-_REGION = re.compile(r"\d+:\d+(,\d+:\d+)*")
+_REGION = re.compile(r"\d{1,19}:\d{1,19}(,\d{1,19}:\d{1,19})*", re.ASCII)
 _SCALAR = "all"
 
 
@@ -74,7 +74,7 @@ def expand_for_save(flat: dict[str, Any], paths: Mapping[str, StatePath]) -> tup
     if not found:
         return flat, paths
     expanded: dict[str, Any] = {}
-    new_paths = PathMap()
+    new_paths = PathMap(empties=getattr(paths, "empties", ()))
     for name, value in flat.items():
         path = paths.get(name, (name,))
         parts = _taken_apart(path, value, found[name]) if name in found else [(path, value)]

@@ -29,7 +29,7 @@ from reshard.planner import WriteItem
 from reshard.planning.columns import DTYPE_CODES, DTYPES, Ints
 from reshard.sequences import LazyList
 from reshard.storage import StorageInfo, WriteResult
-from reshard.tensors.flatten import IntKey, PathMap
+from reshard.tensors.flatten import IntKey, PathMap, check_paths
 
 __all__ = [
     "Placement",
@@ -296,7 +296,7 @@ def _unpack_planner_data(data: bytes, where: str, allow_pickle: bool) -> Any:
     if data[:1] == _PATHS:
         try:
             paths = PathMap.unpack(data[1:])
-            _check_paths(paths)
+            check_paths(paths)
             return paths
         except (ValueError, msgspec.DecodeError) as error:
             raise CorruptCheckpointError(f"{where} has damaged names: {error}") from error
@@ -312,22 +312,14 @@ def merge_planner_data(parts: Sequence[bytes], where: str) -> bytes:
         return parts[0]
     merged = PathMap()
     for part in parts:
-        for name, path in _unpack_planner_data(part, where, allow_pickle=False).items():
-            merged.setdefault(name, path)
+        merged.add(_unpack_planner_data(part, where, allow_pickle=False))
     return _pack_planner_data(merged)
 
 
-_DEEPEST_PATH = 256
-
-
-def _check_paths(paths: PathMap) -> None:
-    """Paths must lead somewhere: a list cannot be longer than there are names, by much."""
-    most = 16 * len(paths) + 4096
-    for name, path in paths.items():
-        if not path or not isinstance(path[0], str) or len(path) > _DEEPEST_PATH:
-            raise ValueError(f"{name!r} has no path that makes sense")
-        if any(isinstance(key, int) and not 0 <= key < most for key in path):
-            raise ValueError(f"{name!r} is at a position that no list here could have")
+def check_readable(encoded: bytes, where: str) -> None:
+    """Raise what a reader of the encoded manifest would: for a save, before it commits."""
+    manifest = decode_manifest(encoded, where)
+    _unpack_planner_data(manifest.planner_data, where, allow_pickle=False)
 
 
 def to_metadata(manifest: Manifest, where: str, allow_pickle: bool = False) -> Metadata:

@@ -57,7 +57,16 @@ from reshard.planner_helpers import (
 from reshard.planner_helpers import (
     _create_write_items as _create_write_items,
 )
-from reshard.tensors.flatten import Rules, StatePath, flatten_state_dict, set_element
+from reshard.tensors.flatten import (
+    PathMap,
+    Rules,
+    StatePath,
+    check_paths,
+    flatten_state_dict,
+    keys_above,
+    put_empties,
+    set_element,
+)
 from reshard.tensors.shards import DTensorReader, check_local_memory, find_state_dict_object
 
 logger = logging.getLogger(__name__)
@@ -306,10 +315,16 @@ class DefaultLoadPlanner(LoadPlanner):
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
+        self._adopt(state_dict, metadata, is_coordinator)
+
+    def _adopt(
+        self, flat: STATE_DICT_TYPE, metadata: Metadata | None, is_coordinator: bool
+    ) -> None:
+        """Plan to fill a flat state dict."""
         self.composites = CompositeTargets()
         if metadata is not None:
-            state_dict = self.composites.expand(state_dict, metadata, self.excludes)
-        self.state_dict = state_dict
+            flat = self.composites.expand(flat, metadata, self.excludes)
+        self.state_dict = flat
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         self._reader = DTensorReader()
@@ -411,15 +426,27 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
     def __init__(self, keys: Any = None, *args: Any, **kwargs: Any) -> None:
         self.keys = keys
+        self._longest_key = max(map(len, keys or ()), default=0)
+        self._read_from: Metadata | None = None
+        self._read_paths = PathMap()
         super().__init__(*args, **kwargs)
 
     def _should_include_key(self, key: str, metadata: Metadata) -> bool:
         if self.keys is None or key in self.keys:
             return True
-        paths = metadata.planner_data
-        path = paths.get(key) if isinstance(paths, Mapping) else None
-        parts = [str(part) for part in path or key.split(".")]
-        return any(".".join(parts[:depth]) in self.keys for depth in range(1, len(parts)))
+        return self._is_below_a_key(self._paths(metadata).get(key) or tuple(key.split(".")))
+
+    def _is_below_a_key(self, path: StatePath) -> bool:
+        return self.keys is None or any(keys_above(path, self.keys, self._longest_key))
+
+    def _paths(self, metadata: Metadata) -> PathMap:
+        """The paths of names, as far as the checkpoint has some that make sense."""
+        told = metadata.planner_data
+        if isinstance(told, PathMap):
+            return told
+        if self._read_from is not metadata:
+            self._read_from, self._read_paths = metadata, _paths_in(told, metadata)
+        return self._read_paths
 
     def set_up_planner(
         self,
@@ -433,16 +460,44 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             )
         if metadata is None:
             raise ValueError("this planner needs the metadata of the checkpoint")
-        paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+        paths = self._paths(metadata)
+        # Not found by flattening what is made here: a list may have gaps, and then has others.
+        flat: STATE_DICT_TYPE = {}
+        mappings = PathMap()
         for name, entry in metadata.state_dict_metadata.items():
             if not self._should_include_key(name, metadata):
                 continue
+            path = paths.get(name, (name,))
             value: Any = entry
             if isinstance(entry, TensorStorageMetadata):
                 check_complete(name, entry)
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            set_element(state_dict, paths.get(name, (name,)), value)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+            flat[name], mappings[name] = value, path
+            set_element(state_dict, path, value)
+        mappings.empties = tuple(filter(self._is_below_a_key, paths.empties))
+        put_empties(state_dict, mappings, mappings.empties)
+        if not self.flatten_state_dict:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            return
+        self.original_state_dict, self.mappings = state_dict, mappings
+        self._adopt(flat, metadata, is_coordinator)
+
+
+def _paths_in(told: Any, metadata: Metadata) -> PathMap:
+    """Paths in what a planner of the user's left in a checkpoint, for whatever purpose."""
+    paths = PathMap(
+        (name, tuple(path))
+        for name, path in (told.items() if isinstance(told, Mapping) else ())
+        if isinstance(name, str)
+        and name in metadata.state_dict_metadata
+        and isinstance(path, list | tuple)
+        and all(type(key) in (int, str) for key in path)
+    )
+    try:
+        check_paths(paths)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"the checkpoint has damaged names: {error}") from error
+    return paths
 
 
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:

@@ -166,8 +166,7 @@ def merge_paths(all_plans: Sequence[SavePlan]) -> dict[str, StatePath]:
     merged = PathMap()
     for paths in {id(plan.planner_data): plan.planner_data for plan in all_plans}.values():
         if isinstance(paths, Mapping):
-            for name, path in paths.items():
-                merged.setdefault(name, path)
+            merged.add(paths)
     return merged
 
 
@@ -217,5 +216,6 @@ def plan_fingerprint(plan: SavePlan) -> bytes:
     digest.update(pack_placement(columns))
     if isinstance(plan.planner_data, PathMap):
         paths = plan.planner_data
-        digest.update(paths.pack() if paths.is_regular else repr([*paths.items()]).encode())
+        told = repr([*paths.items(), paths.empties]).encode()
+        digest.update(paths.pack() if paths.is_regular else told)
     return digest.digest()

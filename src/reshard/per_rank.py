@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from reshard.api import CheckpointException
 from reshard.metadata import STATE_DICT_TYPE
+from reshard.tensors.flatten import SplitDict
+from reshard.tensors.nesting import replace_values, tuple_like
 
-__all__ = ["OnResize", "PerRank", "choose_rank_values", "name_rank_values", "per_rank"]
+__all__ = [
+    "OnResize",
+    "PerRank",
+    "choose_rank_values",
+    "name_rank_values",
+    "per_rank",
+    "restore_rank_values",
+]
 
 OnResize = Literal["error", "drop", "first"]
 
@@ -29,6 +39,8 @@ class PerRank:
 def per_rank(value: Any, on_resize: OnResize = "error") -> PerRank:
     """Mark a value of a state dict that differs by rank, so that each rank's is stored.
 
+    It may lie in dicts, other mappings, lists, tuples and named tuples.
+
     In a load, mark the value in the state dict likewise; it is replaced by what this rank
     saved, without the mark. If the checkpoint was saved by another number of ranks,
     `on_resize` says what happens: `"error"` raises, `"drop"` leaves the value as it is,
@@ -46,55 +58,110 @@ def _key(rank: int, world_size: int) -> str:
 def name_rank_values(state_dict: STATE_DICT_TYPE, rank: int, world_size: int) -> STATE_DICT_TYPE:
     """`state_dict` with each marked value under the name of this rank."""
     key = _key(rank, world_size)
-    named: STATE_DICT_TYPE = _replace(state_dict, (), lambda path, mark: {key: mark.value})
-    return named
+    return _replace_marks(state_dict, lambda path, mark: SplitDict({key: mark.value}))
 
 
 def choose_rank_values(
-    state_dict: STATE_DICT_TYPE, rank: int, world_size: int, stored: Mapping[str, Any]
+    state_dict: STATE_DICT_TYPE, rank: int, world_size: int, stored: Iterable[str]
 ) -> tuple[STATE_DICT_TYPE, dict[tuple[Any, ...], str | None]]:
     """`state_dict` with each marked value under the name it is stored by.
 
     Also which name was chosen at which path, to find the loaded values again: None for
-    values that are dropped, which are left out.
+    values that are dropped, which are left out. `stored` are the names in the checkpoint.
     """
     chosen: dict[tuple[Any, ...], str | None] = {}
+    names: list[str] = []
 
     def choose(path: tuple[Any, ...], mark: PerRank) -> Any:
+        if not names:
+            names.extend(sorted(stored))
         prefix = ".".join(map(str, path))
-        for key in (_key(rank, world_size), *_first_keys(mark, prefix, stored)):
+        for key in (_key(rank, world_size), *_first_keys(mark, prefix, names)):
             below = f"{prefix}.{key}"
-            if any(name == below or name.startswith(below + ".") for name in stored):
+            if _first_from(names, below) == below or _first_from(names, f"{below}."):
                 chosen[path] = key
-                return {key: mark.value}
+                return SplitDict({key: mark.value})
         if mark.on_resize == "drop":
             chosen[path] = None
-            return {}
+            return SplitDict()
         raise CheckpointException(
             f"{prefix!r} differs by rank, and the checkpoint was not saved by {world_size} ranks. "
             "Mark it with on_resize='drop' or 'first' to load it all the same"
         )
 
-    return _replace(state_dict, (), choose), chosen
+    return _replace_marks(state_dict, choose), chosen
 
 
-def _first_keys(mark: PerRank, prefix: str, stored: Mapping[str, Any]) -> list[str]:
+def _first_from(names: list[str], beginning: str) -> str | None:
+    """The first of the sorted `names` that begins so."""
+    place = bisect.bisect_left(names, beginning)
+    found = place < len(names) and names[place].startswith(beginning)
+    return names[place] if found else None
+
+
+def _first_keys(mark: PerRank, prefix: str, names: list[str]) -> list[str]:
     """The name of rank 0's value, whatever the number of ranks was."""
-    if mark.on_resize != "first":
-        return []
-    begin = f"{prefix}.rank-0-of-"
-    return [name[len(prefix) + 1 :].split(".")[0] for name in stored if name.startswith(begin)]
+    first = _first_from(names, f"{prefix}.rank-0-of-") if mark.on_resize == "first" else None
+    return [first[len(prefix) + 1 :].split(".")[0]] if first else []
 
 
-def _replace(value: Any, path: tuple[Any, ...], change: Any) -> Any:
-    """A copy of nested dicts and lists with marks replaced; the same objects otherwise."""
-    if isinstance(value, PerRank):
-        return change(path, value)
-    if isinstance(value, dict):
-        changed = {key: _replace(inner, (*path, key), change) for key, inner in value.items()}
-        same = all(changed[key] is value[key] for key in value)
-        return value if same else changed
-    if type(value) is list:
-        items = [_replace(inner, (*path, i), change) for i, inner in enumerate(value)]
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    return value
+def restore_rank_values(
+    state_dict: STATE_DICT_TYPE,
+    loaded: STATE_DICT_TYPE,
+    chosen: Mapping[tuple[Any, ...], str | None],
+) -> None:
+    """Put what was loaded for marked values in the place of the marks, in `state_dict`.
+
+    `loaded` is what `choose_rank_values` made of `state_dict`. Containers that cannot be
+    changed are replaced.
+    """
+
+    def restore(path: tuple[Any, ...], mark: PerRank) -> Any:
+        key = chosen[path]
+        return mark.value if key is None else _at(loaded, path)[key]
+
+    def put(path: tuple[Any, ...], container: Any, changed: dict[Any, Any]) -> Any:
+        # Values beside a mark were loaded into a copy of the container.
+        filled = _at(loaded, path)
+        keys = container if isinstance(container, Mapping) else range(len(container))
+        new = {key: changed[key] if key in changed else filled[key] for key in keys}
+        if isinstance(container, tuple):
+            return tuple_like(container, list(new.values()))
+        if not isinstance(container, MutableMapping | list):
+            return new
+        for key, value in new.items():
+            container[key] = value
+        return container
+
+    _visit_marks(state_dict, restore, put)
+
+
+def _at(state_dict: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        state_dict = state_dict[key]
+    return state_dict
+
+
+def _replace_marks(
+    state_dict: STATE_DICT_TYPE, change: Callable[[tuple[Any, ...], PerRank], Any]
+) -> STATE_DICT_TYPE:
+    """A copy of the containers around marks with others in their place."""
+
+    def copy(path: tuple[Any, ...], container: Any, changed: dict[Any, Any]) -> Any:
+        if isinstance(container, Mapping):
+            return {key: changed.get(key, value) for key, value in container.items()}
+        elements = [changed.get(place, value) for place, value in enumerate(container)]
+        return elements if isinstance(container, list) else tuple_like(container, elements)
+
+    return _visit_marks(state_dict, change, copy)
+
+
+def _visit_marks(
+    state_dict: STATE_DICT_TYPE, change: Callable[[tuple[Any, ...], PerRank], Any], combine: Any
+) -> STATE_DICT_TYPE:
+    replaced: STATE_DICT_TYPE = replace_values(
+        state_dict,
+        lambda path, value: change(path, value) if isinstance(value, PerRank) else value,
+        combine,
+    )
+    return replaced

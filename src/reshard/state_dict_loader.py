@@ -42,7 +42,7 @@ from reshard.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from reshard.per_rank import PerRank, choose_rank_values
+from reshard.per_rank import choose_rank_values, restore_rank_values
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
 from reshard.planning.columns import Bools
@@ -50,7 +50,7 @@ from reshard.save_operation import refuse_dcp
 from reshard.stateful import Stateful as Stateful
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, takes_any_keyword
-from reshard.tensors.flatten import flatten_state_dict
+from reshard.tensors.flatten import PathMap, keys_above
 from reshard.utils import _api_bc_check
 
 __all__ = ["LoadReport", "load", "load_state_dict", "read_state_dict", "read_tensor"]
@@ -192,9 +192,9 @@ def read_state_dict(
     """
     reader = FileSystemReader(checkpoint_id, verify=verify, allow_pickle=allow_pickle)
     try:
-        found = _read_keys(keys, reader, None, True, allow_pickle)
+        state_dict, found = _read_keys(keys, reader, None, True, allow_pickle)
         _check_found(keys, found, reader)
-        return found
+        return state_dict
     except CheckpointException as error:
         failed = error
     # Alone, there is one reason, which says more than that something failed. Raised out here,
@@ -204,14 +204,14 @@ def read_state_dict(
     raise failed
 
 
-def _check_found(keys: set[str] | str | None, found: dict[str, Any], reader: StorageReader) -> None:
+def _check_found(keys: set[str] | str | None, found: PathMap, reader: StorageReader) -> None:
     """Raise if a key names nothing."""
-    wanted = {keys} if isinstance(keys, str) else set(keys or ())
-    if not wanted:
-        return
-    flat, _ = flatten_state_dict(found)
-    names = [name + "." for name in flat]
-    missing = [key for key in wanted if not any(name.startswith(f"{key}.") for name in names)]
+    missing = {keys} if isinstance(keys, str) else set(keys or ())
+    if missing:
+        longest = max(map(len, missing))
+        missing -= found.keys()
+        for path in (*found.values(), *found.empties):
+            missing -= set(keys_above(path, missing, longest))
     if missing:
         stored = list(reader.read_metadata().state_dict_metadata)
         raise MissingKeyError(describe_missing(sorted(missing), stored))
@@ -283,7 +283,8 @@ def _load_state_dict_from_keys(
 ) -> dict[str, Any]:
     """What lies at or below `keys`, or everything, as whole CPU tensors on every rank."""
     reader = _choose_reader(storage_reader, checkpoint_id)
-    return _read_keys(keys, reader, process_group, False, False)
+    state_dict, _ = _read_keys(keys, reader, process_group, False, False)
+    return state_dict
 
 
 def _read_keys(
@@ -292,13 +293,14 @@ def _read_keys(
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
     allow_pickle: bool,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], PathMap]:
+    """What lies at or below `keys`, and the paths of all that was found there."""
     state_dict: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys)
     planner.allow_pickle = allow_pickle
     with _open_channel(process_group, no_dist, source=reader) as channel:
         _Load(state_dict, reader, planner, channel).run()
-    return state_dict
+    return state_dict, PathMap(planner.mappings, getattr(planner.mappings, "empties", ()))
 
 
 def _choose_reader(
@@ -403,8 +405,10 @@ class _Load:
         self.state_dict = self._ask_stateful()
         seen = _renamed(metadata, self.rename)
         self._ask_for_templates(seen)
+        empties = getattr(metadata.planner_data, "empties", ())
+        names = [*seen.state_dict_metadata, *(".".join(map(str, path)) for path in empties)]
         template, self.rank_values = choose_rank_values(
-            self.state_dict, channel.rank, channel.world_size, seen.state_dict_metadata
+            self.state_dict, channel.rank, channel.world_size, names
         )
         self.template = template
         with paused_collection():
@@ -545,30 +549,11 @@ class _Load:
     def _unwrap(self) -> None:
         """Give marked values back without the mark, under their own name."""
         if self.template is not self.state_dict:
-            for key in self.state_dict:
-                self.state_dict[key] = _unmarked(
-                    self.state_dict[key], self.template[key], (key,), self.rank_values
-                )
+            restore_rank_values(self.state_dict, self.template, self.rank_values)
 
 
 def _gives_template(value: Any) -> bool:
     return is_stateful(value) and hasattr(type(value), "template_for")
-
-
-def _unmarked(
-    original: Any, loaded: Any, path: tuple[Any, ...], chosen: Mapping[tuple[Any, ...], str | None]
-) -> Any:
-    if isinstance(original, PerRank):
-        key = chosen[path]
-        return original.value if key is None else loaded[key]
-    if isinstance(original, dict) and original is not loaded:
-        return {
-            key: _unmarked(inner, loaded[key], (*path, key), chosen)
-            for key, inner in original.items()
-        }
-    if isinstance(original, list) and original is not loaded:
-        return [_unmarked(inner, loaded[i], (*path, i), chosen) for i, inner in enumerate(original)]
-    return loaded
 
 
 def _renamed(metadata: Metadata, rename: Rename | None) -> Metadata:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -10,24 +11,29 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from reshard.api import UnsupportedLayoutError
+from reshard.tensors.nesting import replace_values, tuple_like
 
 __all__ = ["default_device", "materialise"]
 
 
 def materialise(value: Any) -> Any:
     """`value` with every meta tensor in it replaced; dicts and lists change in place."""
-    if isinstance(value, torch.Tensor):
-        return _with_memory(value) if _is_meta(value) else value
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            value[key] = materialise(inner)
-    elif isinstance(value, list):
-        value[:] = [materialise(inner) for inner in value]
-    elif isinstance(value, tuple):
-        changed = [materialise(inner) for inner in value]
-        if any(new is not old for new, old in zip(changed, value, strict=True)):
-            return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    return value
+    return replace_values(value, lambda path, leaf: _made_real(leaf), _put)
+
+
+def _made_real(value: Any) -> Any:
+    return _with_memory(value) if isinstance(value, torch.Tensor) and _is_meta(value) else value
+
+
+def _put(path: tuple[Any, ...], container: Any, changed: dict[Any, Any]) -> Any:
+    if isinstance(container, tuple):
+        elements = [changed.get(place, each) for place, each in enumerate(container)]
+        return tuple_like(container, elements)
+    if not isinstance(container, MutableMapping | list):
+        return {**container, **changed}
+    for key, value in changed.items():
+        container[key] = value
+    return container
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
