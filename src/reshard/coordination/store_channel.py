@@ -96,7 +96,7 @@ class StoreChannel:
         self._interrupt: BaseException | None = None
         self._is_sealed = False
         self._was_told = False
-        self._pending = ""
+        self._pending: tuple[str, int] | None = None
         self._answer: tuple[str, int] | None = None
         self._lost_ranks: set[int] = set()
         if self.intent is not None:
@@ -181,12 +181,13 @@ class StoreChannel:
     def _ask(self, store: Rendezvous, phase: str, own: _Answer) -> _Answer | RankLostError:
         while True:
             number = self.number
-            self._pending = f"{self._prefix}/message/{self.rank}"
+            key = f"{self._prefix}/message/{self.rank}"
             message = self._first_message(store, own) if self._phase == 1 else _encode(own)
-            store.put({self._pending: message})
+            self._pending = key, len(message)
+            store.put({key: message})
             if self._interrupt is not None:
                 # The coordinator has yet to read it.
-                self._pending = ""
+                self._pending = None
                 return own
             answer = self._wait_for_answer(store, phase, number)
             if answer is not None:
@@ -252,9 +253,9 @@ class StoreChannel:
 
     def _withdraw(self, store: Rendezvous) -> None:
         """Delete the message that was sent last."""
-        if self._pending:
-            store.delete([self._pending])
-            self._pending = ""
+        if self._pending is not None:
+            store.delete_value(*self._pending)
+            self._pending = None
 
     # The coordinator's side
 
