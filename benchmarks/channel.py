@@ -64,7 +64,9 @@ def serving() -> Iterator[int]:
         process.communicate()
 
 
-def exchange(ranks: int, answer_bytes: int = SMALL_BYTES, exchanges: int = EXCHANGES) -> dict[str, float]:
+def exchange(
+    ranks: int, answer_bytes: int = SMALL_BYTES, exchanges: int = EXCHANGES
+) -> dict[str, float]:
     """Seconds from the last message that is begun to the last answer that is taken."""
     with serving() as port:
         connections = [Connection(port) for _ in range(ranks)]
@@ -101,7 +103,10 @@ def exchange(ranks: int, answer_bytes: int = SMALL_BYTES, exchanges: int = EXCHA
             thread.start()
         for thread in threads:
             thread.join()
-        return {"seconds": statistics.median(took), "server_seconds": server_alone(port, ranks, answer_bytes)}
+        return {
+            "seconds": statistics.median(took),
+            "server_seconds": server_alone(port, ranks, answer_bytes),
+        }
 
 
 def server_alone(port: int, ranks: int, answer_bytes: int) -> float:

@@ -352,12 +352,6 @@ def to_metadata(manifest: Manifest, where: str, allow_pickle: bool = False) -> M
     )
 
 
-def check_readable(encoded: bytes, where: str) -> None:
-    """Raise what a reader of this manifest would raise, before it is committed."""
-    manifest = decode_manifest(encoded, where)
-    _unpack_planner_data(manifest.planner_data, where, allow_pickle=False)
-
-
 class StorageTable(Mapping[MetadataIndex, StorageInfo]):
     """Where each chunk and value lies: a view of the manifest, looked up on demand."""
 
