@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,9 +24,11 @@ import torch
 import reshard
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.format.manifest import Manifest, decode_manifest, encode_manifest
+from reshard.format.merging import merge_manifests
+from reshard.format.values import encode_value
 from reshard.planning.columns import DTYPE_CODES
 from reshard.planning.overlaps import overlapping_pairs
-from support.hostile import DOORS, MANIFEST, OpenManifest, refusal
+from support.hostile import DOORS, MANIFEST, STEP, OpenManifest, refusal
 
 SECONDS = 5.0
 
@@ -154,6 +158,108 @@ def test_columns_wider_than_any_tensor_are_refused_at_once() -> None:
     encoded = encode_manifest(Manifest(**{**vars(wide), "ndims": np.array([1])}))
     with bounded(), pytest.raises(CorruptCheckpointError, match=r"column 'tensors\.shapes'"):
         decode_manifest(encoded, "the manifest")
+
+
+# How names nest
+
+
+def packed_paths(paths: dict[str, tuple[Any, ...]]) -> bytes:
+    cuts = [
+        [-len(str(key)) if isinstance(key, int) else len(key) for key in path]
+        for path in paths.values()
+    ]
+    return b"N" + msgspec.msgpack.encode([list(paths), cuts])
+
+
+def spelled(*paths: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    return {".".join(map(str, path)): path for path in paths}
+
+
+def big_keys(count: int) -> bytes:
+    """Keys of one dict that were integers, all with the same hash."""
+    names = [f"d.{n * sys.hash_info.modulus}" for n in range(1, count)]
+    cuts = [[1, len(name) - 2 + (1 << 32)] for name in names]
+    return b"N" + msgspec.msgpack.encode([names, cuts])
+
+
+def in_value(planner_data: Any) -> bytes:
+    return b"V" + encode_value(planner_data)
+
+
+PATHS: dict[str, bytes] = {
+    "lists 100 deep, each as long as may be": packed_paths(
+        spelled(*(("a", n, *[4000] * 99) for n in range(1000)))
+    ),
+    "a list of 2^31 elements": packed_paths(spelled(("model", 2**31))),
+    "a list with a position of 5000 digits": b"N"
+    + msgspec.msgpack.encode([["a." + "9" * 5000], [[1, -5000]]]),
+    "a position before the beginning": b"N" + msgspec.msgpack.encode([["a.-5"], [[1, -2]]]),
+    "a key of 5000 digits": b"N"
+    + msgspec.msgpack.encode([["a." + "9" * 5000], [[1, 5000 + (1 << 32)]]]),
+    "a key that no integer is written as": b"N"
+    + msgspec.msgpack.encode([["a.007"], [[1, 3 + (1 << 32)]]]),
+    "paths of 1001 steps": packed_paths(spelled(("a",) * 1001)),
+    "a path of a million steps": b"N" + msgspec.msgpack.encode([["a"], [[0] * 1_000_000]]),
+    "an empty dict at position 2^31": b"N"
+    + msgspec.msgpack.encode([[], [], [["a.2147483648", [1, -10]]]]),
+    "keys with the same hash": big_keys(5000),
+}
+
+
+@pytest.mark.parametrize("data", PATHS.values(), ids=PATHS.keys())
+def test_names_made_to_take_long_to_nest_are_refused_at_once(data: bytes, checkpoint: Path) -> None:
+    manifest = OpenManifest(checkpoint)
+    manifest.set_bytes("planner_data", data)
+    manifest.write()
+    with bounded():
+        text = str(refusal(lambda: reshard.read_state_dict(checkpoint)))
+    assert "damaged names" in text
+    assert len(text) < 1000
+
+
+def test_long_lists_in_the_data_of_a_custom_planner_are_refused_at_once(checkpoint: Path) -> None:
+    manifest = OpenManifest(checkpoint)
+    manifest.set_bytes("planner_data", in_value({"step": ("a", 2**31), "note": ["a", 3]}))
+    manifest.write()
+    with bounded():
+        assert "damaged names" in str(refusal(lambda: reshard.read_state_dict(checkpoint)))
+
+
+@pytest.mark.parametrize(
+    "data", [{"step": "text"}, {"step": 5}, {"step": [1.5]}, {"step": []}, [1], {3: ("a",)}]
+)
+def test_other_data_of_a_custom_planner_is_not_taken_for_names(data: Any, checkpoint: Path) -> None:
+    manifest = OpenManifest(checkpoint)
+    manifest.set_bytes("planner_data", in_value(data))
+    manifest.write()
+    if data == {"step": []}:
+        refusal(lambda: reshard.read_state_dict(checkpoint))
+    else:
+        assert reshard.read_state_dict(checkpoint)["step"] == STEP
+
+
+def test_names_that_share_data_in_one_part_only_do_not_multiply_it() -> None:
+    count = 20_000
+    offsets, sizes = grid(count, 1)
+    one = manifest_of((offsets, sizes), (count, 1))
+    names = ["w", *(f"alias{n}" for n in range(count))]
+    rows = {name: np.repeat(getattr(one, name), len(names), axis=0) for name in
+            ("dtypes", "flags", "ndims", "shapes")}  # fmt: skip
+    shared = Manifest(**{
+        **vars(one),
+        **rows,
+        "tensor_names": names,
+        "aliases": np.array([-1] + [0] * count),
+        "chunk_starts": np.array([0] + [count] * (count + 1)),
+    })  # fmt: skip
+    # The other rank says that the names share the data of another tensor.
+    other = Manifest(**{
+        **vars(shared),
+        "tensor_names": ["other", *names[1:]],
+        "files": ["__1_0.safetensors"],
+    })  # fmt: skip
+    with bounded(), pytest.raises(CorruptCheckpointError, match="share the data"):
+        merge_manifests([shared, other], "the checkpoint")
 
 
 def make_sparse(path: Path, nbytes: int) -> None:

@@ -246,6 +246,12 @@ def test_looking_for_tensors_takes_time_in_proportion_to_the_containers() -> Non
     assert Counted.looks < 1000
 
 
+def test_what_is_nested_too_deeply_for_a_copy_is_refused_in_words(tmp_path: Path) -> None:
+    state = {"deep": nested(MOST_LEVELS - 1, WRAPS["dicts"], T)}
+    with pytest.raises(StateDictError, match=r"nested too deeply to be copied.*save\(\)"):
+        reshard.async_save(state, checkpoint_id=tmp_path, no_dist=True).result()
+
+
 @pytest.mark.parametrize("dims", [65, 255])
 def test_tensors_of_many_dimensions_are_saved_and_loaded(dims: int, tmp_path: Path) -> None:
     tensor = torch.arange(12.0).reshape([4, *[1] * (dims - 2), 3])

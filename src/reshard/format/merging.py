@@ -22,7 +22,9 @@ def merge_manifests(parts: Sequence[Manifest], where: str) -> Manifest:
     dtypes, flags, ndims, shapes = _agree(parts, ids, list(names), width, where)
     aliases = _agreed_aliases(parts, ids, len(names))
 
-    sources = [_chunk_sources(part, own, aliases) for part, own in zip(parts, ids, strict=True)]
+    sources = [
+        _chunk_sources(part, own, aliases, where) for part, own in zip(parts, ids, strict=True)
+    ]
     owners = np.concatenate([owner for owner, _ in sources])
     rows_before = np.cumsum([0, *(len(part.chunk_files) for part in parts)])
     rows = np.concatenate([r + b for (_, r), b in zip(sources, rows_before, strict=False)])
@@ -123,19 +125,26 @@ def _agreed_aliases(parts: Sequence[Manifest], ids: Sequence[Ints], n_names: int
     return aliases
 
 
-def _chunk_sources(part: Manifest, own: Ints, aliases: Ints) -> tuple[Ints, Ints]:
+_ROWS_PER_ROW, _ROWS_AT_LEAST = 64, 1 << 20
+
+
+def _chunk_sources(part: Manifest, own: Ints, aliases: Ints, where: str) -> tuple[Ints, Ints]:
     """Which tensor each chunk of a part belongs to, and the row of the chunk.
 
     A name that shares the data of another here, but not everywhere, has its chunks too.
     """
     counts = np.diff(part.chunk_starts)
     owners, rows = [np.repeat(own, counts)], [np.arange(len(part.chunk_files))]
-    for row in np.flatnonzero(part.aliases >= 0).tolist():
-        if aliases[own[row]] < 0:
-            target = int(part.aliases[row])
-            shared = np.arange(part.chunk_starts[target], part.chunk_starts[target + 1])
-            owners.append(np.full(len(shared), own[row]))
-            rows.append(shared)
+    shared_rows = np.flatnonzero((part.aliases >= 0) & (aliases[own] < 0))
+    targets = part.aliases[shared_rows]
+    if counts[targets].sum() > _ROWS_PER_ROW * (len(own) + len(rows[0])) + _ROWS_AT_LEAST:
+        raise CorruptCheckpointError(
+            f"{where} has too many names that share the data of one tensor in one part only"
+        )
+    for row, target in zip(shared_rows.tolist(), targets.tolist(), strict=True):
+        shared = np.arange(part.chunk_starts[target], part.chunk_starts[target + 1])
+        owners.append(np.full(len(shared), own[row]))
+        rows.append(shared)
     return np.concatenate(owners), np.concatenate(rows)
 
 

@@ -6,6 +6,7 @@ or in part, share it in the copy too. Everything else is copied as Python copies
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import itertools
@@ -23,7 +24,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata  # type: ignore
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from reshard.api import UnsupportedLayoutError
+from reshard.api import StateDictError, UnsupportedLayoutError
 from reshard.tensors.layout import elements_spanned
 from reshard.tensors.shards import check_allocated, is_dense
 from reshard.tensors.wrappers import joined, parts_of
@@ -49,7 +50,8 @@ class Survey:
 
 def survey(state_dict: Mapping[str, Any]) -> Survey:
     """Find the tensors of a nested state dict. Nothing is copied."""
-    tensors = list(_plain_tensors(state_dict, ()))
+    with _shallow_enough():
+        tensors = list(_plain_tensors(state_dict, ()))
     groups = [group for group in _overlapping(tensors) if _lead(tensors, group) is not None]
     shapes = [(tensor.shape, _dense_strides(tensor), tensor.dtype) for tensor in tensors]
     shared = [
@@ -179,8 +181,20 @@ class Layout:
 
     def rebuild(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the same form, with the copies in place of the tensors."""
-        rebuilt: dict[str, Any] = _rebuild(state_dict, (), iter(self._copies))
+        with _shallow_enough():
+            rebuilt: dict[str, Any] = _rebuild(state_dict, (), iter(self._copies))
         return rebuilt
+
+
+@contextlib.contextmanager
+def _shallow_enough() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError as error:
+        raise StateDictError(
+            "the state dict is nested too deeply to be copied before it is saved. Save it with "
+            "save(), or keep it in fewer containers"
+        ) from error
 
 
 # Going through a state dict: once to find its tensors, once to put others in their place.
