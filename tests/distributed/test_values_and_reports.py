@@ -96,6 +96,7 @@ def save_per_rank(folder: str) -> None:
             "rng": reshard.per_rank(torch.full((4,), rank, dtype=torch.uint8)),
             "loader": {"position": reshard.per_rank({"file": f"part-{rank}", "line": rank})},
             "list": [reshard.per_rank(rank), {"common": 5}],
+            "tuple": ("common", (reshard.per_rank(rank), 5)),
             "step": 3,
         },
         checkpoint_id=folder,
@@ -110,6 +111,7 @@ def load_per_rank(folder: str, on_resize: Any) -> Any:
         "rng": mark(torch.full((4,), 99, dtype=torch.uint8)),
         "loader": {"position": mark({"file": "none", "line": -1})},
         "list": [mark(-1), {"common": 0}],
+        "tuple": ("", (mark(-1), 0)),
         "step": 0,
     }
     try:
@@ -124,6 +126,7 @@ def of_rank(rank: int) -> dict[str, Any]:
         "rng": [rank] * 4,
         "loader": {"position": {"file": f"part-{rank}", "line": rank}},
         "list": [rank, {"common": 5}],
+        "tuple": ("common", (rank, 5)),
         "step": 3,
     }
 
@@ -159,6 +162,7 @@ def test_values_per_rank_are_left_alone_on_another_number_of_ranks_if_asked(
         "rng": [99] * 4,
         "loader": {"position": {"file": "none", "line": -1}},
         "list": [-1, {"common": 5}],
+        "tuple": ("common", (-1, 5)),
         "step": 3,
     }
     assert run_ranks(loaded_on, load_per_rank, str(tmp_path), "drop") == [kept] * loaded_on
@@ -181,6 +185,7 @@ def load_per_rank_exactly(folder: str) -> Any:
         "rng": mark(torch.zeros(4, dtype=torch.uint8)),
         "loader": {"position": mark({"file": "", "line": 0})},
         "list": [mark(0), {"common": 0}],
+        "tuple": ("", (mark(0), 0)),
         "step": 0,
     }
     report = reshard.load(state_dict, checkpoint_id=folder, strict="exact")
