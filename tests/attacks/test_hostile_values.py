@@ -224,10 +224,10 @@ SLOW: dict[str, bytes] = {
 
 @pytest.mark.parametrize("data", SLOW.values(), ids=SLOW.keys())
 def test_a_value_made_to_take_long_is_refused_at_once(data: bytes) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(CorruptCheckpointError, match="'step'"):
         decode_value(data, "step")
-    assert time.perf_counter() - began < _SECONDS
+    assert time.thread_time() - began < _SECONDS
 
 
 def test_a_million_ordinary_elements_are_read_at_once() -> None:
@@ -240,9 +240,9 @@ def test_a_million_ordinary_elements_are_read_at_once() -> None:
     ]
     for value in values:
         data = encode_value(value)
-        began = time.perf_counter()
+        began = time.thread_time()
         assert decode_value(data, "step") == value
-        assert time.perf_counter() - began < _SECONDS
+        assert time.thread_time() - began < _SECONDS
 
 
 class _Bomb:

@@ -21,6 +21,7 @@ from reshard.planning.columns import SHARD
 from reshard.planning.coverage import (
     Chunks,
     describe_problem,
+    find_overlapped,
     find_overlapping,
     find_untiled,
     out_of_bounds,
@@ -356,6 +357,16 @@ def test_overlapping_pairs_are_named_in_order_and_no_more_than_asked_for(tensor:
     columns = columns_of(boxes, len(tensor.shape))
     assert find_overlapping(*columns) == every[:3]
     assert find_overlapping(*columns, most=1) == every[:1]
+
+
+@settings(deadline=None, max_examples=200)
+@given(tensors=st.lists(tensors_in_any_state(), min_size=1, max_size=6))
+def test_tensors_with_overlaps_are_found_all_at_once(tensors: list[Tiled]) -> None:
+    chunks = chunks_of(tensors)
+    expected = [n for n, tensor in enumerate(tensors) if (count_cover(tensor) > 1).any()]
+    found, undecided = find_overlapped(chunks, np.arange(len(tensors)))
+    assert found.tolist() == expected
+    assert undecided.tolist() == []
 
 
 # Keys

@@ -218,6 +218,8 @@ def _tensor(value: torch.Tensor, depth: int) -> msgspec.msgpack.Ext:
         raise _Unknown(value)
     if value.numel() and not value.untyped_storage().nbytes():
         raise UnsupportedLayoutError("the memory of a tensor within the value was freed")
+    if value.dim() > MOST_DIMS:
+        raise _Unknown(value)
     flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # A tensor of one element counts as contiguous whatever its stride; a view does not.
     flat = flat.as_strided(flat.shape, (1,))
