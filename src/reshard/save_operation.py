@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.api import PlanError, StalePlanError
-from reshard.checkpoint_files import read_manifest
 from reshard.columnar.writes import WriteItems
-from reshard.contents import StorageTable, to_metadata
 from reshard.coordination.channel import Channel
 from reshard.coordination.plan_wire import (
     decode_answer,
@@ -27,17 +25,16 @@ from reshard.coordination.plan_wire import (
 from reshard.default_planner import DefaultSavePlanner
 from reshard.engine.collector import paused_collection
 from reshard.filesystem import FileSystemWriter
-from reshard.format.manifest import decode_manifest, encode_manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.per_rank import name_rank_values
 from reshard.planner import SavePlan, SavePlanner
 from reshard.storage import StorageWriter, takes_any_keyword
+from reshard.stored_metadata import can_be_read_back, refer_to
 
 __all__ = ["SaveJob", "SaveOperation", "choose_writer"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_BROADCAST_CHUNKS = 100_000
 _GO, _AGAIN = b"g", b"a"
 
 
@@ -227,29 +224,19 @@ class SaveOperation:
         return [self._tell()] * len(messages)
 
     def _tell(self) -> bytes:
-        """The metadata, for the other ranks."""
+        """What the other ranks need to know of the metadata."""
         metadata = self.metadata
-        if metadata is None or not isinstance(metadata.storage_data, StorageTable):
-            return b"p" + pickle.dumps(metadata)
-        manifest = metadata.storage_data.manifest
-        if len(manifest.chunk_files) > _MOST_BROADCAST_CHUNKS:
-            return b"r"
-        return b"m" + encode_manifest(manifest)
+        if isinstance(self.writer, FileSystemWriter) and can_be_read_back(metadata):
+            return b"s" + str(metadata.storage_meta.save_id).encode()  # type: ignore[union-attr]
+        return b"p" + pickle.dumps(metadata)
 
     def _learn(self, outcome: bytes) -> Metadata:
         if self.metadata is not None:
             return self.metadata
         kind, data = outcome[:1], outcome[1:]
-        if kind == b"p":
-            metadata: Metadata = pickle.loads(data)
-            return metadata
-        if kind == b"m":
-            manifest = decode_manifest(data, "the manifest that the coordinator sent")
-        else:
-            manifest = read_manifest(self.writer.open_store())  # type: ignore[attr-defined]
-        with paused_collection():
-            metadata = to_metadata(manifest, "the manifest", allow_pickle=True)
-        metadata.storage_meta = self.writer.storage_meta()
+        if kind == b"s":
+            return refer_to(self.writer, data.decode())
+        metadata: Metadata = pickle.loads(data)
         return metadata
 
     def open(self) -> bytes:

@@ -32,6 +32,7 @@ from reshard.staging import (
     staging_pool,
 )
 from reshard.storage import StorageWriter
+from reshard.stored_metadata import StoredMetadata, can_be_read_back, refer_to
 
 __all__ = ["BackgroundSave", "worker_of_this_process"]
 
@@ -349,4 +350,15 @@ def _serve(request: Request, memory: torch.Tensor) -> Metadata:
         return SaveJob(parcel.state_dict, writer, planner)
 
     with request.meeting.open() as channel:
-        return SaveOperation(prepare, channel, request.use_collectives).run()
+        operation = SaveOperation(prepare, channel, request.use_collectives)
+        return _lightened(operation.run(), operation)
+
+
+def _lightened(metadata: Metadata, operation: SaveOperation) -> Metadata:
+    """The metadata for the trainer: where it is, if that is enough."""
+    if not operation.use_collectives or isinstance(metadata, StoredMetadata):
+        return metadata
+    if isinstance(operation.writer, FileSystemWriter) and can_be_read_back(metadata):
+        save_id = metadata.storage_meta.save_id  # type: ignore[union-attr]
+        return refer_to(operation.writer, str(save_id))
+    return metadata

@@ -212,9 +212,10 @@ class StoreChannel:
         # Longer than the coordinator waits: if it gives somebody up, it will say whom.
         give_up = began + (self.timeout_seconds or math.inf) + _ANSWER_GRACE_SECONDS
         look_around = began + _LOOK_AROUND_SECONDS
-        pause = max(_SHORTEST_PAUSE_SECONDS, self.world_size / 100_000)
+        pause = max(_SHORTEST_PAUSE_SECONDS, self.world_size / 20_000)
         # Polling, since the store's own wait warns on stderr whenever its time is up, and
-        # keeps the connection busy.
+        # keeps the connection busy. Seldom, the more ranks there are: it is one server.
+        store.pause(pause)
         while (value := store.look(key)) is None:
             if self.number != number:
                 return None

@@ -1,0 +1,129 @@
+"""Metadata that is read from the checkpoint when somebody looks at it.
+
+Most callers drop what a save returns. So ranks are not sent the metadata, which may be
+large, but are told where it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from reshard.api import CheckpointException, CheckpointNotFoundError
+from reshard.checkpoint_files import read_manifest
+from reshard.contents import StorageTable, to_metadata
+from reshard.filesystem import FileSystemWriter
+from reshard.metadata import Metadata, StorageMeta
+from reshard.storage import StorageWriter
+from reshard.stores.local import LocalStore
+from reshard.stores.protocol import Store
+from reshard.tensors.flatten import PathMap
+
+__all__ = ["StoredMetadata", "can_be_read_back", "refer_to"]
+
+
+class _Source(NamedTuple):
+    open_store: Callable[[], Store]
+    save_id: str
+    storage_meta: StorageMeta | None
+
+
+def _field(name: str) -> Any:
+    def get(self: StoredMetadata) -> Any:
+        self.read()
+        return getattr(self, name)
+
+    def put(self: StoredMetadata, value: Any) -> None:
+        self.read()
+        setattr(self, name, value)
+
+    return property(get, put)
+
+
+class StoredMetadata(Metadata):
+    """The metadata of a save. Becomes a plain `Metadata` when it is first looked at.
+
+    Raises a `CheckpointException` then if there is another checkpoint at that place by now.
+    """
+
+    def __init__(self, source: _Source) -> None:
+        vars(self)["_source"] = source
+
+    state_dict_metadata = _field("state_dict_metadata")
+    planner_data = _field("planner_data")
+    storage_data = _field("storage_data")
+    storage_meta = _field("storage_meta")
+    version = _field("version")
+
+    def read(self) -> None:
+        """Read it now, unless it was read before."""
+        source: _Source | None = vars(self).get("_source")
+        if source is None:
+            return
+        store = source.open_store()
+        try:
+            manifest = read_manifest(store)
+        except CheckpointNotFoundError as error:
+            raise CheckpointException(
+                f"the checkpoint at {store.location} is gone, and its metadata with it. Look at "
+                "the metadata of a save before the checkpoint is removed"
+            ) from error
+        found = manifest.notes.get("save_id")
+        if found != source.save_id:
+            raise CheckpointException(
+                f"the checkpoint at {store.location} was replaced: it is of save {found}, and this "
+                f"metadata of save {source.save_id}. Look at the metadata of a save before the "
+                "next one to the same place"
+            )
+        metadata = to_metadata(manifest, store.location)
+        metadata.storage_meta = source.storage_meta
+        vars(self).clear()
+        vars(self).update(vars(metadata))
+        # From here on it is as if it had been read at once: for ==, repr, pickle and replace.
+        self.__class__ = Metadata  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        self.read()
+        return self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        source: _Source = vars(self)["_source"]
+        where = source.open_store().location
+        return f"<Metadata of save {source.save_id} at {where!r}, not read yet>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        source: _Source = vars(self)["_source"]
+        if isinstance(source.open_store, partial):
+            return StoredMetadata, (source,)
+        self.read()
+        return self.__reduce_ex__(protocol)
+
+
+def can_be_read_back(metadata: Metadata | None) -> bool:
+    """Whether the checkpoint says all that the metadata of its save does."""
+    return (
+        metadata is not None
+        and isinstance(metadata.storage_data, StorageTable)
+        and metadata.storage_meta is not None
+        and bool(metadata.storage_meta.save_id)
+        # What planners of users keep there may need a pickle to be read.
+        and (metadata.planner_data is None or type(metadata.planner_data) is PathMap)
+    )
+
+
+def refer_to(writer: StorageWriter, save_id: str) -> Metadata:
+    """The metadata of the checkpoint that `writer` has just committed."""
+    if not isinstance(writer, FileSystemWriter):
+        raise TypeError(f"what {type(writer).__name__} wrote cannot be read back by its own")
+    meta = writer.storage_meta()
+    if type(writer).open_store is FileSystemWriter.open_store:
+        # The writer may be used for another place by the time that somebody looks.
+        return StoredMetadata(
+            _Source(partial(LocalStore, os.path.abspath(writer.path)), save_id, meta)
+        )
+    store = writer.open_store()
+    return StoredMetadata(_Source(lambda: store, save_id, meta))
