@@ -4,7 +4,7 @@
 plans in a process of its own, fed with the plans of all ranks as a coordinator would
 receive them, so that time and memory are those of planning alone. What takes seconds is done
 several times, and the best run counts: memory that the machine has just got back from another
-process is slow at first.
+process is slow at first. How ranks exchange messages is measured in `channel.py`, last.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import channel
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -394,3 +395,4 @@ if __name__ == "__main__":
             parser.add_argument("--tensors", type=int, default=1000)
             options = parser.parse_args()
             main(options.ranks, options.tensors)
+            channel.main(Console())

@@ -151,9 +151,6 @@ def open_channel(
         number = thread.run(draw_number)
     except RuntimeError as error:
         raise rendezvous_lost(error, coordinator, "open") from error
-    finally:
-        # The operation may begin later, and then in another thread.
-        thread.stop()
     return StoreChannel(
         thread=thread,
         group=name,

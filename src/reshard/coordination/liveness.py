@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 __all__ = ["SILENCE_SECONDS", "Watch", "make_card", "read_doing"]
@@ -28,6 +29,7 @@ def _start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+@cache
 def _machine() -> str:
     """The same for two processes only if one can look up the other by its id."""
     try:
@@ -40,7 +42,12 @@ def _machine() -> str:
 
 def make_card(doing: str = "") -> str:
     """Who this process is, and what it is doing."""
-    return f"{_machine()} {os.getpid()} {_start_time(os.getpid())}\n{doing}"
+    return f"{_own_name(os.getpid())}\n{doing}"
+
+
+@cache
+def _own_name(pid: int) -> str:
+    return f"{_machine()} {pid} {_start_time(pid)}"
 
 
 def read_doing(card: str) -> str:

@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 PULSE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
+_IDLE_SECONDS = 1.0
 _PART_BYTES = 4 << 20
 _BATCH_BYTES = 1 << 20
 _BATCH_KEYS = 128
@@ -166,6 +167,7 @@ class RendezvousThread:
         self._limit_seconds = limit_seconds or math.inf
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._job: _Job[Any] | None = None
         self._beat: Callable[[Rendezvous], None] | None = None
         self._next_beat = math.inf
@@ -179,16 +181,10 @@ class RendezvousThread:
         Raises `RendezvousLost` if the store does not answer one of its calls in time.
         """
         limit = min(self._limit_seconds, limit_seconds)
-        if self.is_lost:
-            raise _lost(limit)
-        if self._thread is None:
-            self._in_front = threading.current_thread() is threading.main_thread()
-            thread = threading.Thread(target=self._serve, name="reshard-rendezvous", daemon=True)
-            thread.start()
-            self._thread = thread
-        job = _Job(work)
-        self._jobs.put(job)
+        job = self._submit(work)
         try:
+            if self.is_lost:
+                raise _lost(limit)
             while not job.done.wait(min(_LOOK_SECONDS, limit)):
                 called_at = self.called_at
                 if called_at is not None and time.monotonic() - called_at > limit:
@@ -202,6 +198,23 @@ class RendezvousThread:
             raise job.error
         return job.result
 
+    def post(self, work: Callable[[Rendezvous], None]) -> None:
+        """Have `work` done, without waiting for it. That it fails shows in what follows."""
+        self._submit(work)
+
+    def _submit(self, work: Callable[[Rendezvous], T]) -> _Job[T]:
+        job = _Job(work)
+        with self._starting:
+            self._in_front = threading.current_thread() is threading.main_thread()
+            if self._thread is None and not self.is_lost:
+                thread = threading.Thread(
+                    target=self._serve, name="reshard-rendezvous", daemon=True
+                )
+                thread.start()
+                self._thread = thread
+            self._jobs.put(job)
+        return job
+
     def beat_with(self, beat: Callable[[Rendezvous], None] | None) -> None:
         """Call `beat` every few seconds from now on, whatever else the thread does."""
         self._beat = beat
@@ -209,28 +222,25 @@ class RendezvousThread:
 
     def stop(self) -> None:
         """End the thread. `run` starts it again."""
-        if self._thread is None:
-            return
-        self._jobs.put(None)
+        with self._starting:
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            self._jobs.put(None)
         if not self.is_lost:
-            self._thread.join(_LOOK_SECONDS)
-        self._thread = None
+            thread.join(_LOOK_SECONDS)
 
     def _serve(self) -> None:
         rendezvous: Rendezvous | None = None
+        in_front = False
         while True:
-            try:
-                wait = None if self._next_beat == math.inf else self._next_beat - time.monotonic()
-                self._job = self._jobs.get(timeout=None if wait is None else max(0.0, wait))
-            except queue.Empty:
-                if rendezvous is not None:
-                    self._beat_once(rendezvous)
-                continue
-            job = self._job
+            job = self._next_job(rendezvous)
             if job is None:
                 return
+            self._job = job
             try:
-                if rendezvous is None:
+                if rendezvous is None or in_front != self._in_front:
+                    in_front = self._in_front
                     rendezvous = self._connect()
                 job.result = job.work(rendezvous)
             except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the job
@@ -238,6 +248,22 @@ class RendezvousThread:
             job.done.set()
             # Not kept until the next one comes: it holds messages.
             self._job = job = None
+
+    def _next_job(self, rendezvous: Rendezvous | None) -> _Job[Any] | None:
+        """Wait for something to do; None if there is nothing more."""
+        while True:
+            try:
+                wait = min(_IDLE_SECONDS, self._next_beat - time.monotonic())
+                return self._jobs.get(timeout=max(0.0, wait))
+            except queue.Empty:
+                if self._beat is None:
+                    # An operation may have been named, and then not begun.
+                    with self._starting:
+                        if self._jobs.empty():
+                            self._thread = None
+                            return None
+                elif rendezvous is not None and time.monotonic() >= self._next_beat:
+                    self._beat_once(rendezvous)
 
     def _connect(self) -> Rendezvous:
         self.called_at = time.monotonic()

@@ -112,8 +112,8 @@ class StoreChannel:
         return f"{self.name}/{self._phase}"
 
     def __enter__(self) -> StoreChannel:
-        self._run("open", self._show_up)
         self.thread.beat_with(self._beat)
+        self.thread.post(self._show_up)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -215,7 +215,8 @@ class StoreChannel:
         pause = max(_SHORTEST_PAUSE_SECONDS, self.world_size / 20_000)
         # Polling, since the store's own wait warns on stderr whenever its time is up, and
         # keeps the connection busy. Seldom, the more ranks there are: it is one server.
-        store.pause(pause)
+        if self.world_size > _BLOCK:
+            store.pause(pause)
         while (value := store.look(key)) is None:
             if self.number != number:
                 return None
@@ -309,8 +310,16 @@ class StoreChannel:
                 if rank != self.rank
             }
             values[key] = _encode(_Answer(_EACH, b""))
-        self._answer = key, len(values[key])
-        self._run(phase, lambda store: store.put(values))
+        old, self._answer = self._answer, (key, len(values[key]))
+
+        def leave_answers(store: Rendezvous) -> None:
+            store.put(values)
+            # Whoever sends a message has the answer to the last.
+            if old is not None and not self._lost_ranks:
+                store.delete_value(*old)
+
+        # Waited for: else the thread that does it would wait for the interpreter's lock.
+        self._run(phase, leave_answers)
         return own
 
     def _gather(self, store: Rendezvous, phase: str, own: _Answer) -> _Gathered:
@@ -354,10 +363,6 @@ class StoreChannel:
         there = [rank for rank in keys if rank not in lost and rank not in elsewhere]
         values = store.get_all([keys[rank] for rank in there])
         messages = dict(zip(there, values, strict=True))
-        if self._answer is not None and not lost:
-            # Whoever sends a message has the answer to the last.
-            store.delete_value(*self._answer)
-            self._answer = None
         if self._phase == 1:
             for rank, value in messages.items():
                 arrival, messages[rank] = msgspec.msgpack.decode(value)
