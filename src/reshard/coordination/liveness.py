@@ -8,36 +8,16 @@ directly; one elsewhere is given up when its pulse stands still for long.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+
+from reshard.stores.owners import machine, start_time
 
 __all__ = ["SILENCE_SECONDS", "Watch", "make_card", "read_doing"]
 
 SILENCE_SECONDS = 120.0
 """Long enough for a process that does not release the GIL for a while."""
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process began, in the kernel's words; None if it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-@cache
-def _machine() -> str:
-    """The same for two processes only if one can look up the other by its id."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-    return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
 def make_card(doing: str = "") -> str:
@@ -47,7 +27,7 @@ def make_card(doing: str = "") -> str:
 
 @cache
 def _own_name(pid: int) -> str:
-    return f"{_machine()} {pid} {_start_time(pid)}"
+    return f"{machine()} {pid} {start_time(pid)}"
 
 
 def read_doing(card: str) -> str:
@@ -64,9 +44,9 @@ class Watch:
     def lost(self, rank: int, card: str, read_pulse: Callable[[], str]) -> str | None:
         """Why `rank` will not answer any more; None while it may."""
         if card:
-            machine, pid, began = card.partition("\n")[0].rsplit(" ", 2)
-            if machine and machine == _machine():
-                if _start_time(int(pid)) != began:
+            where, pid, began = card.partition("\n")[0].rsplit(" ", 2)
+            if where and where == machine():
+                if start_time(int(pid)) != began:
                     return f"its process {pid} died"
                 return None
         pulse, now = read_pulse(), time.monotonic()

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import socket
+from functools import cache
 from pathlib import Path
 
 __all__ = ["OWNER", "is_alive", "machine", "owner_tag", "start_time"]
@@ -26,6 +27,7 @@ def start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+@cache
 def machine() -> str:
     """The same for two processes only if one can look up the other by its id."""
     try:
