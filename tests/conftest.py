@@ -1,6 +1,9 @@
-"""Which files only `make test-all` runs: those that start many worlds and worker processes."""
+"""Which files only `make test-all` runs, and that a run leaves nothing in the repository."""
 
 from __future__ import annotations
+
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,10 @@ SLOW_FILES = {
     "test_torch_under_a_patch.py",
     "test_torchtitan.py",
 }
+"""Those that start many worlds and worker processes."""
+
+ROOT = Path(__file__).parents[1]
+BEFORE = pytest.StashKey[set[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -17,3 +24,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
+
+
+def files_in_the_way() -> set[str]:
+    """What git sees that is neither tracked nor ignored; nothing where there is no git."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--others", "--exclude-standard"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return set()
+    return set(found.stdout.splitlines())
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[BEFORE] = files_in_the_way()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        # The process that started the workers looks when all are done.
+        return
+    left = files_in_the_way() - session.config.stash[BEFORE]
+    if left:
+        print(f"\nthis run left files in the repository: {sorted(left)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
