@@ -16,7 +16,7 @@ from reshard.api import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from reshard.contents import merge_planner_data, to_manifest
+from reshard.contents import merge_planner_data, to_manifest, to_metadata
 from reshard.format.manifest import (
     MANIFEST_LIMIT_BYTES,
     Manifest,
@@ -31,6 +31,7 @@ from reshard.stores.protocol import Store
 
 __all__ = [
     "MANIFEST",
+    "check_parts",
     "claim_name",
     "delete_quietly",
     "has_checkpoint",
@@ -101,6 +102,12 @@ def read_manifest(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Mani
 def index_of_parts(world_size: int, notes: Mapping[str, str]) -> Manifest:
     """A manifest that holds nothing itself: all is in the parts of the ranks."""
     return to_manifest(Metadata({}), [], {**notes, "requires": _PARTS, _PARTS: str(world_size)})
+
+
+def check_parts(store: Store, index: Manifest) -> None:
+    """Raise what a reader of the parts would: for a save, before it commits their index."""
+    merged = _merge(_read_parts(store, index.notes, MANIFEST_LIMIT_BYTES), store)
+    to_metadata(merged, store.location)
 
 
 def _read_parts(store: Store, notes: Mapping[str, str], limit_bytes: int) -> list[Manifest]:

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import platform
+import re
 import socket
 import time
 import uuid
@@ -29,6 +30,7 @@ from reshard.api import (
 )
 from reshard.checkpoint_files import (
     MANIFEST,
+    check_parts,
     claim_name,
     delete_quietly,
     has_checkpoint,
@@ -185,9 +187,9 @@ class FileSystemWriter(StorageWriter):
             put_new(store, self._claim, who.encode(), durable=False)
         return self.save_id
 
-    def join(self, save_id: str) -> None:
-        """Take part in a save that another rank has begun."""
-        self.save_id = save_id
+    def join(self, save_id: str, rank: int) -> None:
+        """Take part, as a rank, in a save that the coordinator has begun."""
+        self.save_id, self.rank = save_id, rank
 
     def _check_may_write(self, store: Store) -> None:
         if not self.overwrite and has_checkpoint(store):
@@ -241,8 +243,9 @@ class FileSystemWriter(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WriteResults:
         store = self.open_store()
         items = plan.items
-        ticket = str(plan.storage_data or _ticket(self.rank, self.save_id))
-        rank, save_id, first = ticket.removeprefix("__").split("_")
+        # A subclass may have put something else there.
+        ticket = _TICKET.fullmatch(str(plan.storage_data))
+        rank, save_id, first = ticket.groups() if ticket else (str(self.rank), self.save_id, "0")
         self.save_id, self._id_is_used = save_id, True
         contents, pickled = contents_of(items, planner)
         if any(pickled):
@@ -277,9 +280,14 @@ class FileSystemWriter(StorageWriter):
                 key = shard_name(rank, int(first) + number, save_id)
                 self._written.append(key)
                 some = [contents[i] for i in group]
-                written = write_file(
-                    store, key, some, threads, self.sync_files, progress.advance, save_id
-                )
+                try:
+                    written = write_file(
+                        store, key, some, threads, self.sync_files, progress.advance, save_id
+                    )
+                except FileNotFoundError as error:
+                    if store.list():
+                        raise
+                    raise _removed(store) from error
                 placement.files.append(
                     WrittenFile(
                         key, written.file_bytes, written.header_bytes, written.header_checksum
@@ -320,6 +328,8 @@ class FileSystemWriter(StorageWriter):
         parts = [part_name(rank, self.world_size, self.save_id) for rank in range(self.world_size)]
         self._check_visible(store, dict.fromkeys(parts))
         index = index_of_parts(self.world_size, self._notes(self.world_size))
+        # Ranks that did not plan together may contradict each other.
+        check_parts(store, index)
         self._commit(store, encode_manifest(index), set())
 
     def _notes(self, ranks: int) -> dict[str, str]:
@@ -357,6 +367,8 @@ class FileSystemWriter(StorageWriter):
                 delete_quietly(store, unneeded)
 
     def _is_committed(self, store: Store) -> bool:
+        if self.is_coordinator and store.version(MANIFEST) == self._replaces:
+            return False
         try:
             return read_one_manifest(store, MANIFEST).notes.get("save_id") == self.save_id
         except (FileNotFoundError, UnsupportedFormatError):
@@ -389,6 +401,9 @@ class FileSystemWriter(StorageWriter):
                 raise CorruptCheckpointError(
                     f"{path!r} at {store.location} has {found} bytes, although {size} were written"
                 )
+
+
+_TICKET = re.compile(r"__(\d+)_([0-9a-f-]+)_(\d+)")
 
 
 def _ticket(rank: int, save_id: str) -> str:

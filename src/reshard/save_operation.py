@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from reshard.api import PlanError, StalePlanError
 from reshard.columnar.writes import WriteItems
 from reshard.coordination.channel import Channel
@@ -109,9 +111,19 @@ class SaveOperation:
         if reply[:1] == _AGAIN:
             # Some rank relied on a cached plan that the coordinator no longer has.
             reply = self.channel.gather_scatter("plan", self.plan_anew, self.plan_globally)
-        self.answer = decode_answer(reply[1:], self.sent)
+        save_id, answer = msgspec.msgpack.decode(reply[1:])
+        self._join(save_id)
+        self.answer = decode_answer(answer, self.sent)
         outcome = self.channel.gather_scatter("write", self.write, self.finish)
         return self._learn(outcome)
+
+    def _begin(self) -> str:
+        """Claim the place, before any rank writes; the id of the save."""
+        return self.writer.begin() if isinstance(self.writer, FileSystemWriter) else ""
+
+    def _join(self, save_id: str) -> None:
+        if isinstance(self.writer, FileSystemWriter):
+            self.writer.join(save_id, self.channel.rank)
 
     def _discard(self) -> None:
         """Free the space that the failed save took; a retry may need it."""
@@ -179,9 +191,10 @@ class SaveOperation:
             if isinstance(self.planner, DefaultSavePlanner) and any(not p.usable for p in plans):
                 return [_AGAIN] * len(plans)
             raise
+        save_id = self._begin()
         self.answers = self.writer.prepare_global_plan(answers)
         return [
-            _GO + encode_answer(answer, plan)
+            _GO + msgspec.msgpack.encode((save_id, encode_answer(answer, plan)))
             for answer, plan in zip(self.answers, plans, strict=True)
         ]
 
@@ -262,13 +275,11 @@ class SaveOperation:
         return b""
 
     def begin_alone(self, messages: Sequence[bytes]) -> list[bytes]:
-        save_id = self.writer.begin() if isinstance(self.writer, FileSystemWriter) else ""
-        return [save_id.encode()] * len(messages)
+        return [self._begin().encode()] * len(messages)
 
     def save_alone(self, save_id: str) -> bytes:
         """Plan and write what this rank holds, without the others."""
-        if isinstance(self.writer, FileSystemWriter):
-            self.writer.join(save_id)
+        self._join(save_id)
         plan = self.writer.prepare_local_plan(self.planner.create_local_plan())
         plans, self.metadata = self.planner.create_global_plan([plan])
         final = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[0])

@@ -179,6 +179,7 @@ def save_on_a_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("use_collectives", [True, False], ids=["together", "without-collectives"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_killed_anywhere_in_a_save_leaves_the_old_checkpoint_or_the_new_one(

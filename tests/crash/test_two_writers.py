@@ -246,17 +246,20 @@ def test_a_save_whose_claim_was_cleared_away_commits_nothing(tmp_path: Path) -> 
     assert which(tmp_path) == 1
 
 
-def test_a_directory_that_is_removed_during_a_save_is_said_to_be_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["write_data", "finish"])
+def test_a_directory_that_is_removed_during_a_save_is_said_to_be_at_once(
+    step: str, tmp_path: Path
+) -> None:
     place = tmp_path / "place"
 
-    class Homeless(reshard.FileSystemWriter):
-        def finish(self, *args: Any, **kwargs: Any) -> None:
-            shutil.rmtree(place)
-            super().finish(*args, **kwargs)
+    def remove_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shutil.rmtree(place)
+        return getattr(reshard.FileSystemWriter, step)(self, *args, **kwargs)
 
+    homeless = type("Homeless", (reshard.FileSystemWriter,), {step: remove_first})
     began = time.monotonic()
     with pytest.raises(reshard.CheckpointException, match=r"were removed from .* or the whole"):
-        reshard.save(state(2), storage_writer=Homeless(place))
+        reshard.save(state(2), storage_writer=homeless(place))
     assert time.monotonic() - began < 5
 
 
@@ -301,6 +304,44 @@ def test_what_no_reader_would_accept_is_not_committed(
 
     assert which(tmp_path) == 1
     assert {path.name for path in tmp_path.iterdir()} == in_use(tmp_path)
+
+
+class Careless(reshard.FileSystemWriter):
+    """Has its own idea of what to put into plans."""
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return [dataclasses.replace(plan, storage_data="mine") for plan in plans]
+
+
+def test_a_storage_that_decides_itself_what_is_in_plans_is_protected_all_the_same(
+    tmp_path: Path,
+) -> None:
+    class Overtaken(Careless):
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            save(2, tmp_path)
+            assert list(tmp_path.glob(f"*{self.save_id.replace('-', '')[:16]}.safetensors"))
+            super().finish(*args, **kwargs)
+
+    reshard.save(state(1), storage_writer=Careless(tmp_path))
+    assert which(tmp_path) == 1
+    with pytest.raises(reshard.CheckpointException, match="another save was committed"):
+        reshard.save(state(3), storage_writer=Overtaken(tmp_path))
+    assert which(tmp_path) == 2
+
+
+def test_a_failed_save_over_a_damaged_manifest_leaves_nothing(tmp_path: Path) -> None:
+    save(1, tmp_path)
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    before = {path.name for path in tmp_path.iterdir()}
+
+    class Failing(reshard.FileSystemWriter):
+        def finish(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no space left")
+
+    with pytest.raises(reshard.CheckpointException, match="no space left"):
+        reshard.save(state(2), storage_writer=Failing(tmp_path))
+
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_a_writer_that_is_used_again_without_a_reset_gives_its_files_new_names(

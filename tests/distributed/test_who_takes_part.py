@@ -303,6 +303,33 @@ def test_a_failure_without_collectives_is_told_to_every_rank(tmp_path: Path) -> 
         reshard.FileSystemReader(tmp_path).read_metadata()
 
 
+def contradict(folder: str, kind: str) -> str:
+    """Save without collectives what no reader could put together."""
+    odd = {
+        "shape": torch.zeros(3),
+        "dtype": torch.zeros(2, dtype=torch.int64),
+        "value": "not a tensor",
+    }
+    value = odd[kind] if dist.get_rank() == 1 else torch.zeros(2)
+    try:
+        reshard.save({"w": value}, checkpoint_id=folder, use_collectives=False)
+    except reshard.CheckpointException as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype", "value"])
+def test_ranks_that_contradict_each_other_without_collectives_replace_nothing(
+    kind: str, tmp_path: Path
+) -> None:
+    reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+
+    for told in run_ranks(2, contradict, str(tmp_path), kind):
+        assert "disagree about" in told
+    assert reshard.read_tensor(tmp_path, "w").tolist() == [1.0, 1.0]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 class Late(reshard.DefaultSavePlanner):
     """Goes on when there is another file of that pattern."""
 

@@ -167,7 +167,7 @@ def save_on_ranks(
                 rank == 0, rank=rank, world_size=world_size, use_collectives=use_collectives
             )
             if not use_collectives:
-                writer.join(writers[0].begin())
+                writer.join(writers[0].begin(), rank)
             plan = writer.prepare_local_plan(planner.create_local_plan())
             if not use_collectives:
                 answers, metadata = planner.create_global_plan([plan])

@@ -54,4 +54,18 @@ def is_alive(tag: str) -> bool | None:
     where, pid, began = tag.split("-")
     if where != _machine_tag():
         return None
-    return start_time(int(pid)) == began
+    found = start_time(int(pid))
+    if found is None and _is_hidden(int(pid)):
+        return None
+    return found == began
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether a process is there but not to be looked at, as those of others may be."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return False
