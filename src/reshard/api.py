@@ -189,9 +189,25 @@ def _portable_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
     try:
         pickle.loads(pickle.dumps(wrapped))
     except Exception:  # noqa: BLE001 - any code may run in a pickle; the text is kept
-        text = "".join(traceback.format_exception(exc))
-        return RemoteError(f"{type(exc).__name__}: {exc}\n{text}"), wrapped[1]
+        return RemoteError(_whole_text_of(exc)), wrapped[1]
     return wrapped
+
+
+def _text_of(exc: BaseException) -> str:
+    """What `exc` says, whatever its class makes of that."""
+    try:
+        return str(exc)
+    except Exception as error:  # noqa: BLE001 - it must not take the place of the failure
+        return f"its text cannot be had: {type(error).__name__}"
+
+
+def _whole_text_of(exc: BaseException) -> str:
+    """What `exc` is and says, and where it was raised."""
+    try:
+        lines = "".join(traceback.format_exception(exc))
+    except Exception as error:  # noqa: BLE001 - as above, of its notes and causes
+        lines = f"Traceback cannot be had: {type(error).__name__}\n"
+    return f"{type(exc).__name__}: {_text_of(exc)}\n{lines}"
 
 
 def _is_wrapped_exception(obj: Any) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 import pytest
 
-from reshard.api import CheckpointException, RemoteError
+from reshard.api import CheckpointException, RemoteError, _wrap_exception
 from reshard.coordination.error_wire import decode_error, encode_error
 
 
@@ -48,6 +49,41 @@ def test_an_error_whose_class_is_not_there_arrives_as_text(only_here: type[Excep
 
     assert type(error) is RemoteError
     assert str(error).startswith("OnlyHere: the disk is on fire\nTraceback")
+
+
+class Mute(Exception):
+    """Such as one that formats its text from what it was never given."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+class MuteAndBound(Mute):
+    def __reduce__(self) -> str:
+        raise TypeError("cannot be pickled")
+
+
+def test_an_error_whose_text_cannot_be_had_arrives() -> None:
+    error = received(Mute(1))
+
+    assert type(error) is Mute
+    assert "Mute" in str(CheckpointException("write", {1: _wrap_exception(error)}))
+
+
+@pytest.mark.parametrize("kind", [MuteAndBound, "only here"])
+def test_an_error_that_can_neither_be_sent_nor_told_arrives_by_its_class(
+    kind: Any, only_here: type[Exception]
+) -> None:
+    if kind == "only here":
+        kind = type("MuteAndAway", (only_here,), {"__str__": Mute.__str__})
+        kind.__module__ = "only_here"
+        sys.modules["only_here"].MuteAndAway = kind  # type: ignore[attr-defined]
+    error = received(kind(1))
+
+    assert type(error) is RemoteError
+    assert str(error).startswith(f"{kind.__name__}: its text cannot be had: ValueError\nTraceback")
 
 
 def test_failures_of_other_ranks_stay_failures_of_other_ranks(only_here: type[Exception]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from reshard.api import BusyError, CheckpointException
+from reshard.api import BusyError, CheckpointException, _text_of
 from reshard.metadata import Metadata
 
 __all__ = ["Backlog", "SaveFuture", "WhenBusy", "backlog", "place_of"]
@@ -265,7 +265,7 @@ def _again(future: SaveFuture, error: BaseException) -> CheckpointException:
     if isinstance(error, CheckpointException) and error.failures:
         # They say all that there is to say; as a cause it would all be printed again.
         return CheckpointException(earlier, error.failures)
-    again = CheckpointException(f"{earlier}: {error}")
+    again = CheckpointException(f"{earlier}: {_text_of(error)}")
     again.__cause__ = error
     return again
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reshard.api import CheckpointException, _wrap_exception
+from reshard.api import CheckpointException, _text_of, _wrap_exception
 from reshard.background.backlog import SaveFuture, WhenBusy, backlog, place_of
 from reshard.background.handover import pack, unpack
 from reshard.background.worker import FailedThere, Request, Worker, describe_script, main_module
@@ -255,7 +255,7 @@ def _limit(meeting: Meeting) -> float | None:
 
 
 def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {_text_of(error)}"
 
 
 def _outcome_only(staging: Future[STATE_DICT_TYPE]) -> Future[None]:

@@ -6,7 +6,6 @@ A class that the sender has may be one that the receiver cannot import.
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections.abc import Mapping
 from traceback import StackSummary
 
@@ -15,6 +14,7 @@ from reshard.api import (
     CheckpointException,
     RemoteError,
     _portable_exception,
+    _whole_text_of,
 )
 
 __all__ = ["decode_error", "decode_failures", "encode_error", "encode_failures"]
@@ -30,12 +30,11 @@ def encode_error(error: BaseException, stack: StackSummary | None = None) -> byt
     if isinstance(error, CheckpointException) and error.failures:
         encoded = {rank: encode_error(*wrapped) for rank, wrapped in error.failures.items()}
         failures = error.args[0], encoded
-    text = "".join(traceback.format_exception(error))
     return pickle.dumps(
         (
             pickle.dumps(portable),
             stack if stack is not None else own_stack,
-            f"{type(error).__name__}: {error}\n{text}",
+            _whole_text_of(error),
             failures,
         )
     )
