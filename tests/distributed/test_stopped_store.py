@@ -22,6 +22,27 @@ from support.background import PROCESS, SECONDS, THREAD, wait_until
 from support.ranks import run_ranks
 
 LIMIT_SECONDS = 2.0
+LEAD = """
+import atexit, os, signal, sys, threading, time, types
+import torch.distributed as dist
+from reshard.coordination import rendezvous, store_channel
+
+rendezvous.sys = types.SimpleNamespace(version_info=(3, 12))
+store_channel._LAST_ANSWER_SECONDS = 2.0
+port, server = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+thread = rendezvous.RendezvousThread(rendezvous.GroupStore(store), 30.0)
+with store_channel.StoreChannel(thread, "x", 0, world_size=2, origin=store):
+    pass
+
+def refuse(thread):
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+# Runs before what was registered earlier.
+atexit.register(setattr, threading.Thread, "start", refuse)
+os.kill(server, signal.SIGSTOP)
+print(time.monotonic(), flush=True)
+"""
 SERVE = (
     "import sys, torch.distributed as dist; "
     "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); "
@@ -175,3 +196,38 @@ def end_while_it_is_stopped(folder: str, port: int, server: int) -> None:
 
 def test_a_process_ends_while_the_store_is_stopped(server: tuple[int, int], tmp_path: Path) -> None:
     run_ranks(2, end_while_it_is_stopped, str(tmp_path), *server, store="none")
+
+
+def test_a_process_of_later_pythons_ends_within_a_limit_too(server: tuple[int, int]) -> None:
+    """From 3.12 on, no thread can be started any more when functions of atexit run."""
+    lead = [sys.executable, "-c", LEAD, *map(str, server)]
+    ended = subprocess.run(lead, stdout=subprocess.PIPE, text=True, timeout=30, check=True)
+
+    assert 1.5 < time.monotonic() - float(ended.stdout) < 20
+
+
+FORK = """
+import multiprocessing, time
+import torch.distributed as dist
+from reshard.coordination import rendezvous, store_channel
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+thread = rendezvous.RendezvousThread(rendezvous.GroupStore(store), 30.0)
+with store_channel.StoreChannel(thread, "x", 0, world_size=2, origin=store):
+    pass
+child = multiprocessing.get_context("fork").Process(target=int)
+began = time.monotonic()
+child.start()
+child.join()
+print(time.monotonic() - began)
+# As if the other rank had fetched its answer.
+store.add("x/left", 1)
+"""
+
+
+def test_a_forked_child_does_not_wait_for_the_ranks_of_its_parent() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, timeout=30, check=True
+    )
+
+    assert float(ended.stdout) < 3

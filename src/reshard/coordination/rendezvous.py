@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -271,13 +270,6 @@ class RendezvousThread:
             return Rendezvous(self._connector.connect(self._in_front), self)
         finally:
             self.called_at = None
-
-    def run_at_exit(self, work: Callable[[Rendezvous], T], limit_seconds: float) -> T:
-        """`run`, at the end of the process."""
-        if sys.version_info >= (3, 12):
-            # No thread can be started any more.
-            return work(self._connect())
-        return self.run(work, limit_seconds)
 
     def rest(self, rendezvous: Rendezvous, seconds: float) -> None:
         job = self._job

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import threading
 import time
 import weakref
@@ -546,18 +547,26 @@ class _LastAnswers:
 
     def __init__(self) -> None:
         self._last: tuple[RendezvousThread, Any, str, int] | None = None
+        self._pid = os.getpid()
+        # The functions of atexit run when no thread can be started any more (Python 3.12), and
+        # the store is called in one. This hook comes earlier. Registered before that of the
+        # background saves, it runs after it; what is decided later still is left to atexit.
+        register = getattr(threading, "_register_atexit", atexit.register)
+        with contextlib.suppress(RuntimeError):
+            register(self.wait)
+        atexit.register(self.wait)
 
     def remember(self, channel: StoreChannel) -> None:
-        if self._last is None:
-            atexit.register(self.wait)
         expected = channel.world_size - len(channel._lost_ranks)
         self._last = channel.thread, channel.origin, f"{channel.name}/left", expected
+        self._pid = os.getpid()
 
     def wait(self) -> None:
         """Give the others a moment to fetch their answers."""
-        if self._last is None:
+        if self._last is None or self._pid != os.getpid():
+            # A forked child decided nothing, and shares the connection with its parent.
             return
-        thread, _, key, expected = self._last
+        (thread, _, key, expected), self._last = self._last, None
 
         def until_all_left(store: Rendezvous) -> None:
             give_up = time.monotonic() + _LAST_ANSWER_SECONDS
@@ -566,7 +575,7 @@ class _LastAnswers:
 
         # Without the store there is nothing left to fetch.
         with contextlib.suppress(RuntimeError):
-            thread.run_at_exit(until_all_left, _LAST_ANSWER_SECONDS)
+            thread.run(until_all_left, _LAST_ANSWER_SECONDS)
 
 
 _last_answers = _LastAnswers()
