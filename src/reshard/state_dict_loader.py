@@ -29,6 +29,7 @@ from reshard.coordination.channel import (
     open_channel,
     telling_others,
 )
+from reshard.coordination.pairing import LOAD
 from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from reshard.engine.collector import paused_collection
@@ -336,7 +337,7 @@ def _open_channel(
     with contextlib.suppress(OSError, ValueError):
         place = place_of(source)
     # Ranks may have a copy each, at places of their own.
-    intent = Intent("load", f"load of {place!r}" if place else "load")
+    intent = Intent(LOAD, f"load of {place!r}" if place else "load")
     return open_channel(process_group, use_dist, coordinator_rank, timeout_seconds, intent)
 
 

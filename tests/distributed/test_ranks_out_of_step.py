@@ -253,6 +253,29 @@ def test_a_save_that_one_rank_alone_calls_fails_and_later_ones_work(tmp_path: Pa
         assert rank != 0 or "did not take part in save to" in told[0]
 
 
+def load_where_the_others_save(folder: str) -> list[str]:
+    told = [save(folder, "a")]
+    if dist.get_rank() == 0:
+        told.append(outcome(lambda: reshard.load(values(0.0), checkpoint_id=f"{folder}/a")))
+    else:
+        told.append(save(folder, "x"))
+    return told + [save(folder, name) for name in "bc"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_load_in_place_of_a_save_costs_both_and_the_next_save_works(
+    ranks: int, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(ranks, load_where_the_others_save, str(tmp_path))
+
+    for rank, (before, told, *after) in enumerate(outcomes):
+        assert [before, *after] == [""] * 3
+        own = f"save to '{tmp_path}/x'" if rank else f"load of '{tmp_path}/a'"
+        assert f"did not take part in {own}: it is at" in told
+    assert is_whole(tmp_path, "b", ranks)
+    assert is_whole(tmp_path, "c", ranks)
+
+
 # The store
 
 

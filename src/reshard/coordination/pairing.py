@@ -11,10 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Arrival", "Intent", "Ruling", "UNKNOWN", "judge", "moved"]
+__all__ = ["Arrival", "Intent", "LOAD", "Ruling", "UNKNOWN", "judge", "moved", "patience_after"]
 
+LOAD = "load"
+"""The key of every load. All other keys are of saves."""
 PATIENCE = 4
 """How many operations of others one may see fail before it is taken for the odd one itself."""
+PATIENCE_WITH_ANOTHER_KIND = 1
+"""The same, once a save has met a load: more likely a rank called one in place of the other."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +47,16 @@ class Arrival(NamedTuple):
     """Who came first: tickets are drawn in order."""
     passed: int
     """How often it was moved on; see `moved`."""
+    patience: int = PATIENCE
+    """How often it may be; see `patience_after`."""
 
 
 class Ruling(NamedTuple):
     """The operation that fails, by its key; empty if all do. The others are moved on."""
 
     loses: str
-    is_odd: bool
-    """Whether it was moved on too often, and so is one that the others do not come to."""
+    seen: int
+    """How often it was moved on if that was too often: the others do not come to it. Else 0."""
 
 
 def judge(arrivals: Mapping[int, Arrival]) -> Ruling | None:
@@ -69,24 +75,34 @@ def judge(arrivals: Mapping[int, Arrival]) -> Ruling | None:
     most = max(map(len, sides.values()))
     if len(sides) > 2 and 2 * most <= len(arrivals):
         # Such as names with a clock in them. Nobody can say who skipped what.
-        return Ruling("", False)
+        return Ruling("", 0)
     by_size = sorted(
         sides, key=lambda key: (-len(sides[key]), min(each.ticket for each in sides[key]))
     )
     passed = {key: max((each.passed for each in sides[key]), key=abs) for key in sides}
     for key in reversed(by_size):
-        if passed[key] >= PATIENCE:
-            return Ruling(key, True)
+        if passed[key] >= min(each.patience for each in sides[key]):
+            return Ruling(key, passed[key])
     for key in by_size:
         if passed[key] == 0:
-            return Ruling(key, False)
-    return Ruling(by_size[0], False)
+            return Ruling(key, 0)
+    return Ruling(by_size[0], 0)
 
 
-def moved(passed: int, was_odd: bool) -> int:
+def moved(passed: int, seen: int) -> int:
     """What `passed` becomes for an operation that is moved on.
 
     After an odd one, the rank that it belonged to has as many operations to catch up with
-    as failed for its sake; they are waited for.
+    as it has `seen` fail; they are waited for.
     """
-    return -PATIENCE - 1 if was_odd else passed + 1
+    return -seen - 1 if seen else passed + 1
+
+
+def patience_after(patience: int, passed: int, key: str, loser: str) -> int:
+    """What the patience of `key`, moved on `passed` times, becomes once `loser` failed for it.
+
+    Ranks that catch up, so that `passed` is negative, come to operations of any kind.
+    """
+    if passed > 0 and (key == LOAD) != (loser == LOAD):
+        return min(patience, PATIENCE_WITH_ANOTHER_KIND)
+    return patience

@@ -30,7 +30,15 @@ import msgspec
 from reshard.api import CheckpointException, RankLostError, _wrap_exception
 from reshard.coordination.error_wire import decode_failures, encode_error, encode_failures
 from reshard.coordination.liveness import Watch, make_card, read_doing
-from reshard.coordination.pairing import Arrival, Intent, Ruling, judge, moved
+from reshard.coordination.pairing import (
+    PATIENCE,
+    Arrival,
+    Intent,
+    Ruling,
+    judge,
+    moved,
+    patience_after,
+)
 from reshard.coordination.rendezvous import Rendezvous, RendezvousThread
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "StoreChannel", "leave_card", "leave_word", "rendezvous_lost"]
@@ -56,7 +64,8 @@ class _Answer(NamedTuple):
     body: bytes
     key: str = ""
     """Of a first answer: the intent that it is for."""
-    is_odd: bool = False
+    seen: int = 0
+    """Of one that fails: as in `Ruling`."""
 
 
 class _Gathered(NamedTuple):
@@ -92,6 +101,7 @@ class StoreChannel:
         self.outcome_known = True
         self._phase = 0
         self._passed = 0
+        self._patience = PATIENCE
         self._beats = 0
         self._watch = Watch()
         self._interrupt: BaseException | None = None
@@ -140,7 +150,10 @@ class StoreChannel:
             if self._phase > 1 or self.intent is None or self.intent.fits(answer.key):
                 break
             # It is for another operation, which this rank skipped or the others did.
-            self._passed = moved(self._passed, answer.is_odd)
+            self._passed = moved(self._passed, answer.seen)
+            self._patience = patience_after(
+                self._patience, self._passed, self.intent.key, answer.key
+            )
             self._run(phase, self._move_on)
         self._settle_number()
         if answer.kind == _FAILURE:
@@ -203,7 +216,7 @@ class StoreChannel:
         if self.intent is None:
             return Arrival("", "", 0, 0)
         ticket = store.add(f"{self.group}/tickets", 1)
-        return Arrival(self.intent.key, self.intent.text, ticket, self._passed)
+        return Arrival(self.intent.key, self.intent.text, ticket, self._passed, self._patience)
 
     def _wait_for_answer(
         self, store: Rendezvous, phase: str, number: int
@@ -274,7 +287,7 @@ class StoreChannel:
             ruling = judge(gathered.arrivals)
             if ruling is not None:
                 failures = _describe(ruling, gathered.arrivals, self.coordinator)
-                return self._scatter_failures(phase, failures, ruling.loses, ruling.is_odd)
+                return self._scatter_failures(phase, failures, ruling.loses, ruling.seen)
         messages = {r: _decode(message) for r, message in sorted(gathered.messages.items())}
         failures |= {r: m.body for r, m in messages.items() if m.kind == _FAILURE}
         if not failures:
@@ -293,10 +306,10 @@ class StoreChannel:
         return self._scatter_failures(phase, failures, key)
 
     def _scatter_failures(
-        self, phase: str, failures: Mapping[int, bytes], key: str, is_odd: bool = False
+        self, phase: str, failures: Mapping[int, bytes], key: str, seen: int = 0
     ) -> _Answer:
         self._was_told = True
-        answer = _Answer(_FAILURE, encode_failures(failures), key, is_odd)
+        answer = _Answer(_FAILURE, encode_failures(failures), key, seen)
         return self._scatter(phase, [answer] * self.world_size)
 
     def _scatter(self, phase: str, answers: Sequence[_Answer]) -> _Answer:
