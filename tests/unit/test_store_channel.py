@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from reshard.api import CheckpointException, RankLostError
 from reshard.coordination import store_channel
-from reshard.coordination.rendezvous import GroupStore, RendezvousThread
+from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
 from reshard.coordination.store_channel import StoreChannel
 
 STORES: dict[str, Callable[[], Any]] = {
@@ -73,6 +73,25 @@ def test_messages_and_answers_of_any_length_arrive(store: str) -> None:
         return len(common), own == message
 
     assert on_ranks(2, work, store) == [(10 << 20, True)] * 2
+
+
+def test_a_count_that_is_deleted_while_it_is_read_is_none() -> None:
+    """As by the last rank that leaves, while the coordinator waits for that."""
+
+    class Deleting(dist.HashStore):
+        def check(self, keys: Any) -> bool:
+            there = bool(super().check(keys))
+            for key in keys:
+                self.delete_key(key)
+                self.set(key, b"")
+            return there
+
+    store = Deleting()
+    store.add("left", 1)
+    rendezvous = Rendezvous(store, RendezvousThread(GroupStore(store), 1.0))
+
+    assert rendezvous.count("left") in (None, 1)
+    assert rendezvous.count("nothing") is None
 
 
 def give_up_while(

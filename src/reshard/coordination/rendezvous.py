@@ -93,15 +93,16 @@ class Rendezvous:
 
     def look(self, key: str) -> bytes | None:
         """The value under a key, if there is one."""
+        head = self._look_once(key)
+        return None if head is None else self._joined(key, head)
+
+    def _look_once(self, key: str) -> bytes | None:
         if self._looks_by_comparing:
             head = bytes(self._call("compare_set", key, _ABSENT, _ABSENT))
-            if head == _ABSENT.encode():
-                return None
-        elif self._call("check", [key]):
-            head = bytes(self._call("get", key))
-        else:
-            return None
-        return self._joined(key, head)
+            return None if head == _ABSENT.encode() else head
+        if self._call("check", [key]):
+            return bytes(self._call("get", key))
+        return None
 
     def get_all(self, keys: list[str]) -> list[bytes]:
         """The values under keys that are all there."""
@@ -132,7 +133,8 @@ class Rendezvous:
 
     def count(self, key: str) -> int | None:
         """What `add` has counted under a key, if anything."""
-        return int(self._call("get", key)) if self._call("check", [key]) else None
+        # Empty if it was deleted between two calls.
+        return int(self._look_once(key) or 0) or None
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
