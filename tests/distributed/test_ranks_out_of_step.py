@@ -198,6 +198,45 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(tmp_path: Path
     assert f"(its last was save to '{tmp_path}/a')" in told
 
 
+def miss_one_of_the_same(folder: str, absent: int, how: str) -> list[str]:
+    """All operations are to one place, and each begins when the one before is over everywhere."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    save(folder, "a")
+    told = []
+    for step in range(4):
+        if rank == absent and step == 0:
+            told.append("")
+        elif how == "save":
+            told.append(save(folder, "a", timeout_seconds=1))
+        else:
+            state = values(0.0)
+            told.append(
+                outcome(
+                    lambda state=state: reshard.load(  # type: ignore[misc]
+                        state, checkpoint_id=f"{folder}/a", timeout_seconds=1
+                    )
+                )
+            )
+        Path(f"{folder}/done-{step}-{rank}").touch()
+        done = [f"{folder}/done-{step}-{other}" for other in range(world_size)]
+        wait_until(lambda done=done: all(map(os.path.exists, done)))  # type: ignore[misc]
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.parametrize("how", ["save", "load"])
+def test_a_rank_that_missed_one_of_the_same_is_told_once_and_then_in_step(
+    how: str, absent: int, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(3, miss_one_of_the_same, str(tmp_path), absent, how)
+
+    for rank, told in enumerate(outcomes):
+        assert told[2:] == ["", ""]
+        assert "lost rank" in told[1]
+        assert rank == absent or f"lost rank {absent}" in told[0]
+
+
 # Ranks that do different things
 
 

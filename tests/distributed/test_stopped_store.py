@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.coordination.store_channel import _last_answers
+from reshard.coordination.last_answers import last_answers
 from support.background import PROCESS, SECONDS, THREAD, wait_until
 from support.ranks import run_ranks
 
@@ -25,10 +25,10 @@ LIMIT_SECONDS = 2.0
 LEAD = """
 import atexit, os, signal, sys, threading, time, types
 import torch.distributed as dist
-from reshard.coordination import rendezvous, store_channel
+from reshard.coordination import last_answers, rendezvous, store_channel
 
 rendezvous.sys = types.SimpleNamespace(version_info=(3, 12))
-store_channel._LAST_ANSWER_SECONDS = 2.0
+last_answers._LAST_ANSWER_SECONDS = 2.0
 port, server = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
 thread = rendezvous.RendezvousThread(rendezvous.GroupStore(store), 30.0)
@@ -187,7 +187,7 @@ def end_while_it_is_stopped(folder: str, port: int, server: int) -> None:
     dist.barrier()
     began = time.monotonic()
     # What runs at the end of the interpreter.
-    _last_answers.wait()
+    last_answers.wait()
     seconds = time.monotonic() - began
     dist.barrier()
     os.kill(server, signal.SIGCONT)

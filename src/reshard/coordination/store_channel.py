@@ -14,10 +14,8 @@ Keys of an operation, below its name:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
-import os
 import threading
 import time
 import weakref
@@ -29,6 +27,7 @@ import msgspec
 
 from reshard.api import CheckpointException, RankLostError, _wrap_exception
 from reshard.coordination.error_wire import decode_failures, encode_error, encode_failures
+from reshard.coordination.last_answers import last_answers
 from reshard.coordination.liveness import Watch, make_card, read_doing
 from reshard.coordination.pairing import (
     PATIENCE,
@@ -50,7 +49,6 @@ DEFAULT_TIMEOUT_SECONDS = 30 * 60.0
 _LOOK_AROUND_SECONDS = 1.0
 _SHORTEST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.002
-_LAST_ANSWER_SECONDS = 5.0
 _LEAVE_SECONDS = 5.0
 _ANSWER_GRACE_SECONDS = 5.0
 _BLOCK = 64
@@ -137,7 +135,8 @@ class StoreChannel:
         with contextlib.suppress(RuntimeError):
             self.thread.run(lambda store: self._leave(store, left_early, reason), _LEAVE_SECONDS)
         if self.is_coordinator and not self.thread.is_lost:
-            _last_answers.remember(self)
+            expected = self.world_size - len(self._lost_ranks)
+            last_answers.remember(self.thread, self.origin, f"{self.name}/left", expected)
         self.thread.stop()
 
     def gather_scatter(self, phase: str, give: Callable[[], bytes], decide: Decide) -> bytes:
@@ -159,6 +158,8 @@ class StoreChannel:
         if answer.kind == _FAILURE:
             self._was_told = True
             raise CheckpointException(phase, decode_failures(answer.body))
+        if self.intent is not None:
+            _behind.get(self.origin, set()).discard((self.group, self.rank))
         return answer.body
 
     def seal(self) -> None:
@@ -194,6 +195,7 @@ class StoreChannel:
 
     def _ask(self, store: Rendezvous, phase: str, own: _Answer) -> _Answer | RankLostError:
         while True:
+            self._skip_what_is_over(store)
             number = self.number
             key = f"{self._prefix}/message/{self.rank}"
             message = self._first_message(store, own) if self._phase == 1 else _encode(own)
@@ -338,6 +340,7 @@ class StoreChannel:
 
     def _gather(self, store: Rendezvous, phase: str, own: _Answer) -> _Gathered:
         while True:
+            self._skip_what_is_over(store)
             number = self.number
             gathered = self._gather_once(store, phase, own, number)
             if gathered is not None:
@@ -451,6 +454,32 @@ class StoreChannel:
         self._answer = None
         self._show_up(store)
 
+    def _skip_what_is_over(self, store: Rendezvous) -> None:
+        """Move on to what the others have not given up, if this rank was told that it is behind.
+
+        It is told by the first operation that it finds over. It may be late, and what it has
+        must not become part of a later operation of the others without a word.
+        """
+        if self._phase > 1 or self.intent is None:
+            return
+        behind = _behind.setdefault(self.origin, set())
+        while self._is_over(store, self.intent):
+            if (self.group, self.rank) not in behind:
+                behind.add((self.group, self.rank))
+                return
+            self._move_on(store)
+
+    def _is_over(self, store: Rendezvous, intent: Intent) -> bool:
+        """Whether the others gave this operation up before this rank came to it."""
+        if not self.is_coordinator:
+            value = store.look(f"{self._prefix}/answer")
+            return value is not None and intent.fits(_decode(value).key)
+        for rank in range(self.world_size):
+            key, _, left = self._gone(store, rank) if rank != self.rank else ("", "", "itself")
+            if not left or not intent.fits(key):
+                return False
+        return True
+
     def _settle_number(self) -> None:
         with _numbering:
             _unmet.discard(self)
@@ -483,6 +512,8 @@ class StoreChannel:
 _unmet: weakref.WeakSet[StoreChannel] = weakref.WeakSet()
 """The operations of this process that may still be moved on."""
 _numbering = threading.Lock()
+_behind: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
+"""By store, the groups and ranks that came to an operation which was over."""
 
 
 def leave_card(store: Rendezvous, group: str, rank: int, doing: str = "") -> None:
@@ -549,46 +580,3 @@ def _encode(answer: _Answer) -> bytes:
 
 def _decode(data: bytes) -> _Answer:
     return _Answer(*msgspec.msgpack.decode(data))
-
-
-class _LastAnswers:
-    """What this process decided last, for its end.
-
-    The store may live in this very process: if it ended at once, ranks that have not
-    fetched their answer yet would take a save for failed that was committed.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[RendezvousThread, Any, str, int] | None = None
-        self._pid = os.getpid()
-        # The functions of atexit run when no thread can be started any more (Python 3.12), and
-        # the store is called in one. This hook comes earlier. Registered before that of the
-        # background saves, it runs after it; what is decided later still is left to atexit.
-        register = getattr(threading, "_register_atexit", atexit.register)
-        with contextlib.suppress(RuntimeError):
-            register(self.wait)
-        atexit.register(self.wait)
-
-    def remember(self, channel: StoreChannel) -> None:
-        expected = channel.world_size - len(channel._lost_ranks)
-        self._last = channel.thread, channel.origin, f"{channel.name}/left", expected
-        self._pid = os.getpid()
-
-    def wait(self) -> None:
-        """Give the others a moment to fetch their answers."""
-        if self._last is None or self._pid != os.getpid():
-            # A forked child decided nothing, and shares the connection with its parent.
-            return
-        (thread, _, key, expected), self._last = self._last, None
-
-        def until_all_left(store: Rendezvous) -> None:
-            give_up = time.monotonic() + _LAST_ANSWER_SECONDS
-            while (store.count(key) or math.inf) < expected and time.monotonic() < give_up:
-                store.pause(_LONGEST_PAUSE_SECONDS)
-
-        # Without the store there is nothing left to fetch.
-        with contextlib.suppress(RuntimeError):
-            thread.run(until_all_left, _LAST_ANSWER_SECONDS)
-
-
-_last_answers = _LastAnswers()
