@@ -1,4 +1,4 @@
-"""Tensors whose memory was freed are refused by name; to touch them would end the process.
+"""Tensors whose memory was freed or shrunk are refused by name: touching it ends the process.
 
 Each case runs in a process of its own, since the failure that is tested for is a signal.
 """
@@ -17,7 +17,7 @@ import torch
 import reshard
 from reshard.api import CheckpointException, UnsupportedLayoutError
 
-case, folder = sys.argv[1:]
+case, left, folder = sys.argv[1:]
 
 
 class Resolving(reshard.DefaultSavePlanner):
@@ -37,13 +37,21 @@ if case == "save a view":
     w = torch.zeros(1001, 100)[1:]
 if case == "save strided":
     w = torch.zeros(100, 1000).t()
-w.untyped_storage().resize_(0)
+w.untyped_storage().resize_(w.untyped_storage().nbytes() * int(left) // 100)
+if case.endswith("sparse"):
+    w = torch.ones(1000, 100).to_sparse()
+    w._values().untyped_storage().resize_(w._values().nbytes * int(left) // 100)
+if case.endswith("compressed"):
+    w = torch.ones(1000, 100).to_sparse_csr()
+    w.values().untyped_storage().resize_(w.values().nbytes * int(left) // 100)
 state = {"layer": {"other": other, "w": w}}
 if case == "save in a value":
     state = {"layer": {"w": {1, w}}}
 try:
     if case == "save with a planner":
         reshard.save(state, checkpoint_id=folder + "2", planner=Resolving())
+    elif case.startswith("async"):
+        reshard.async_save(state, checkpoint_id=folder + "2").result(30)
     elif case.startswith("save"):
         reshard.save(state, checkpoint_id=folder + "2")
     elif case == "load with a planner":
@@ -51,7 +59,7 @@ try:
     else:
         reshard.load(state, checkpoint_id=folder)
 except CheckpointException as error:
-    reason, _ = error.failures[0]
+    reason = error.failures[0][0] if error.failures else error
     assert isinstance(reason, UnsupportedLayoutError), repr(reason)
     assert "freed" in str(reason), reason
     assert "layer.w" in " ".join([str(reason), *getattr(reason, "__notes__", ())]), reason
@@ -62,6 +70,7 @@ sys.exit(2)
 """
 
 
+@pytest.mark.parametrize("percent_left", [0, 99])
 @pytest.mark.parametrize(
     "case",
     [
@@ -70,13 +79,19 @@ sys.exit(2)
         "save strided",
         "save with a planner",
         "save in a value",
+        "save sparse",
+        "save compressed",
+        "async save",
+        "async save sparse",
         "load",
         "load with a planner",
     ],
 )
-def test_a_tensor_whose_memory_was_freed_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name(
+    case: str, percent_left: int, tmp_path: Path
+) -> None:
     outcome = subprocess.run(
-        [sys.executable, "-c", SCRIPT, case, str(tmp_path / "c")],
+        [sys.executable, "-c", SCRIPT, case, str(percent_left), str(tmp_path / "c")],
         capture_output=True,
         text=True,
         timeout=60,

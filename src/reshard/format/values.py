@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 import torch
 
+from reshard.allocation import is_allocated
 from reshard.api import (
     CorruptCheckpointError,
     UnsafeValueError,
@@ -214,10 +215,10 @@ def _array(array: np.ndarray[Any, Any]) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def _tensor(value: torch.Tensor, depth: int) -> msgspec.msgpack.Ext:
+    if not is_allocated(value):
+        raise UnsupportedLayoutError("the memory of a tensor within the value was freed or shrunk")
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise _Unknown(value)
-    if value.numel() and not value.untyped_storage().nbytes():
-        raise UnsupportedLayoutError("the memory of a tensor within the value was freed")
     if value.dim() > MOST_DIMS:
         raise _Unknown(value)
     flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Cut", "Region", "elements_spanned", "local_regions"]
-
-
-def elements_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements lie between the first and the last in memory, those included."""
-    if 0 in shape:
-        return 0
-    return sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+__all__ = ["Cut", "Region", "local_regions"]
 
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]

@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from reshard.allocation import is_allocated
 from reshard.api import PlanError, UnsupportedLayoutError
 from reshard.metadata import STATE_DICT_TYPE, MetadataIndex
 from reshard.tensors.foreign import to_chunk
@@ -248,13 +249,11 @@ def check_memory(fqn: str, tensor: Any) -> None:
 
 
 def check_allocated(fqn: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose storage was freed: to touch its memory would end the process."""
-    # The address of the storage, without making a Python object of it that would stay.
-    begin = tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize
-    if begin == 0 and tensor.numel() and not tensor.is_meta:
+    """Refuse a tensor whose storage was freed or shrunk: touching it would end the process."""
+    if not is_allocated(tensor):
         raise UnsupportedLayoutError(
-            f"the memory of {fqn!r} was freed, as FSDP does with parameters in use: save and load "
-            "a state dict that was asked for outside of the forward and backward pass"
+            f"the memory of {fqn!r} was freed or shrunk, as FSDP does with parameters in use: "
+            "save and load a state dict that was asked for outside of the forward and backward pass"
         )
 
 

@@ -24,8 +24,8 @@ from torch.distributed._shard.sharding_spec import ShardMetadata  # type: ignore
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from reshard.allocation import elements_spanned
 from reshard.api import StateDictError, UnsupportedLayoutError
-from reshard.tensors.layout import elements_spanned
 from reshard.tensors.shards import check_allocated, is_dense
 from reshard.tensors.wrappers import joined, parts_of
 
@@ -342,6 +342,7 @@ def _take_apart(tensor: torch.Tensor, path: Path) -> _Parts | None:
     if hasattr(kind, "__tensor_flatten__"):
         return _take_subclass_apart(tensor)
     if tensor.is_meta or not is_dense(tensor):
+        check_allocated(_name(path), tensor)
         return _Parts([], lambda _: _cloned(tensor))
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedLayoutError(
