@@ -61,9 +61,9 @@ from reshard.tensors.flatten import (
     PathMap,
     Rules,
     StatePath,
-    check_paths,
     flatten_state_dict,
     keys_above,
+    paths_in,
     put_empties,
     set_element,
 )
@@ -340,9 +340,14 @@ class DefaultLoadPlanner(LoadPlanner):
         if self.exclude:
             wanted = {name: value for name, value in wanted.items() if not self.excludes(name)}
         if self.keeps_tensors():
+            wanted = self._without_twins(wanted)
             for name, value in wanted.items():
                 check_local_memory(name, value)
         return create_default_local_load_plan(wanted, self.metadata, not self.allow_partial_load)
+
+    def _without_twins(self, wanted: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """What has to be read to fill `wanted`. Made to be overridden."""
+        return wanted
 
     def excludes(self, name: str) -> bool:
         """Whether a key is to stay as it is."""
@@ -421,7 +426,8 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     """Loads without a template: makes every tensor, whole, from the metadata.
 
     Takes an empty dict and fills it. With `keys`, only what is named by one of them, or
-    lies below one of them, is loaded.
+    lies below one of them, is loaded. Names that shared one memory when they were saved get
+    one tensor, so that tied weights stay tied and take their memory once.
     """
 
     def __init__(self, keys: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -445,7 +451,10 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if isinstance(told, PathMap):
             return told
         if self._read_from is not metadata:
-            self._read_from, self._read_paths = metadata, _paths_in(told, metadata)
+            self._read_from, self._read_paths = (
+                metadata,
+                paths_in(told, metadata.state_dict_metadata),
+            )
         return self._read_paths
 
     def set_up_planner(
@@ -464,6 +473,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         # Not found by flattening what is made here: a list may have gaps, and then has others.
         flat: STATE_DICT_TYPE = {}
         mappings = PathMap()
+        made: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if not self._should_include_key(name, metadata):
                 continue
@@ -471,7 +481,11 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             value: Any = entry
             if isinstance(entry, TensorStorageMetadata):
                 check_complete(name, entry)
-                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+                dtype = entry.properties.dtype
+                key = (entry.alias_of or name, entry.size, dtype)
+                value = made.get(key)
+                if value is None:
+                    value = made[key] = torch.empty(entry.size, dtype=dtype, device="cpu")
             flat[name], mappings[name] = value, path
             set_element(state_dict, path, value)
         mappings.empties = tuple(filter(self._is_below_a_key, paths.empties))
@@ -482,22 +496,16 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         self.original_state_dict, self.mappings = state_dict, mappings
         self._adopt(flat, metadata, is_coordinator)
 
-
-def _paths_in(told: Any, metadata: Metadata) -> PathMap:
-    """Paths in what a planner of the user's left in a checkpoint, for whatever purpose."""
-    paths = PathMap(
-        (name, tuple(path))
-        for name, path in (told.items() if isinstance(told, Mapping) else ())
-        if isinstance(name, str)
-        and name in metadata.state_dict_metadata
-        and isinstance(path, list | tuple)
-        and all(type(key) in (int, str) for key in path)
-    )
-    try:
-        check_paths(paths)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"the checkpoint has damaged names: {error}") from error
-    return paths
+    def _without_twins(self, wanted: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """Each tensor under one of its names: it is read once."""
+        names: dict[int, str] = {}
+        for name, value in wanted.items():
+            names.setdefault(id(value), name)
+        return {
+            name: value
+            for name, value in wanted.items()
+            if not isinstance(value, torch.Tensor) or names[id(value)] == name
+        }
 
 
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:

@@ -190,6 +190,7 @@ def read_state_dict(
     """A checkpoint, or what lies at or below `keys` in it, as whole CPU tensors.
 
     Needs no template and no process group; each process that calls it reads for itself.
+    Names that shared one memory when they were saved, such as tied weights, share it again.
     """
     reader = FileSystemReader(checkpoint_id, verify=verify, allow_pickle=allow_pickle)
     try:

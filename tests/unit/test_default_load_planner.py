@@ -435,3 +435,50 @@ def test_a_meta_dtensor_gets_memory_for_its_uneven_shard() -> None:
         return state_dict["w"].to_local()
 
     assert [local.tolist() for local in on_each_rank(2, build)] == [[0, 1, 2], [3, 4]]
+
+
+def test_reading_without_a_template_gives_tied_weights_one_tensor_that_is_read_once() -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    tied = {"embedding": weight, "head": weight, "tail": {"again": weight}, "other": torch.ones(2)}
+    checkpoint = saved(tied)
+    planner = _EmptyStateDictLoadPlanner()
+    planner.set_up_planner({}, checkpoint.metadata)
+    assert len(planner.create_local_plan().items) == 2
+
+    found: dict[str, Any] = {}
+    load_from_memory(checkpoint, [_EmptyStateDictLoadPlanner()], [found])
+
+    assert found["head"] is found["embedding"]
+    assert found["tail"]["again"] is found["embedding"]
+    assert torch.equal(found["head"], weight)
+    assert torch.equal(found["other"], torch.ones(2))
+
+
+@pytest.mark.parametrize("key", ["embedding", "head", "tail"])
+def test_reading_one_name_of_tied_weights_without_a_template_finds_it(key: str) -> None:
+    weight = torch.arange(6.0)
+    checkpoint = saved({"embedding": weight, "head": weight, "tail": weight})
+    found: dict[str, Any] = {}
+
+    load_from_memory(checkpoint, [_EmptyStateDictLoadPlanner(keys={key})], [found])
+
+    assert found.keys() == {key}
+    assert torch.equal(found[key], weight)
+
+
+def test_a_planner_that_fills_tensors_of_its_own_is_asked_for_every_name_of_tied_weights() -> None:
+    class Own(_EmptyStateDictLoadPlanner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[str] = []
+
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            self.asked.append(read_item.dest_index.fqn)
+            return super().resolve_tensor(read_item)
+
+    weight = torch.arange(6.0)
+    planner = Own()
+
+    load_from_memory(saved({"embedding": weight, "head": weight}), [planner], [{}])
+
+    assert sorted(planner.asked) == ["embedding", "head"]

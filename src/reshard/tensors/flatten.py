@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
-from reshard.api import StateDictError
+from reshard.api import CorruptCheckpointError, StateDictError
 from reshard.tensors.nesting import tuple_like
 from reshard.tensors.shards import HeldShards
 
@@ -32,6 +32,7 @@ __all__ = [
     "flatten_state_dict",
     "get_element",
     "keys_above",
+    "paths_in",
     "put_empties",
     "set_element",
     "traverse_state_dict",
@@ -155,6 +156,23 @@ def _integer(text: str) -> int | None:
 
 _ELEMENTS_PER_PART, _ELEMENTS_AT_LEAST = 16, 1 << 16
 _MOST_ALIKE = 64
+
+
+def paths_in(told: Any, names: Collection[str]) -> PathMap:
+    """Paths in what a planner of the user's left in a checkpoint, for whatever purpose."""
+    paths = PathMap(
+        (name, tuple(path))
+        for name, path in (told.items() if isinstance(told, Mapping) else ())
+        if isinstance(name, str)
+        and name in names
+        and isinstance(path, list | tuple)
+        and all(type(key) in (int, str) for key in path)
+    )
+    try:
+        check_paths(paths)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"the checkpoint has damaged names: {error}") from error
+    return paths
 
 
 def check_paths(paths: PathMap) -> None:
