@@ -3,7 +3,7 @@
 Started once, as a fresh interpreter; it lives as long as the trainer and serves one save
 at a time. It sees the staging memory itself, and meets the workers of the other ranks
 without the trainers' help. When the trainer is gone, however that came about, it ends at
-once, in the middle of a save too: nothing of that is visible, and the job that takes the
+once, in the middle of a save too: nothing is committed from then on, and the job that takes the
 trainer's place must not find an older save committed over its own.
 """
 
@@ -42,6 +42,15 @@ _LAST_WORDS_BYTES = 4000
 _STOP_SECONDS = 10.0
 _NICENESS = 5
 _POLL_SECONDS = 0.2
+_FOR_THE_TRAINER = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""A scheduler may signal every process of a job. What that means for a save is for the
+trainer to say."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class Worker:
         # Not through multiprocessing, which refuses in a process that is a daemon itself, and
         # imports the user's main module even if nothing in it is needed.
         ours, theirs = socket.socketpair()
-        with theirs, _handle_of_this_process() as trainer:
+        with theirs, _handle_of_this_process() as trainer, _signals_blocked():
             code = (
                 f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; "
                 f"main({theirs.fileno()}, {os.getpid()}, {trainer})"
@@ -151,8 +160,9 @@ class Worker:
         words = self._last_words.decode(errors="replace").strip()
         said = f" Its last words:\n{words}" if words else " It said nothing."
         return WorkerLostError(
-            f"the worker process {self.pid} {how} in the middle of a save. Nothing of it is "
-            f"visible; the next save starts a new worker.{said}"
+            f"the worker process {self.pid} {how} in the middle of a save. The checkpoint "
+            "there may be the older or the new one: look at the place before you rely on either. "
+            f"The next save starts a new worker.{said}"
         )
 
     def _kill(self, seconds: float | None) -> None:
@@ -200,6 +210,19 @@ def _handle_of_this_process() -> Iterator[int | None]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Have a process that is started here begin with signals blocked, until it handles them.
+
+    Signals for this process are taken by another thread, or wait for a moment.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_TRAINER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # The worker's side
 
 
@@ -209,10 +232,11 @@ def main(descriptor: int, trainer: int, handle: int | None) -> None:
         target=_end_with, args=(trainer, handle), name="reshard-watch", daemon=True
     )
     watch.start()
-    # A scheduler may signal every process of a job. What that means for a save is for the
-    # trainer to say. Not ignored, since that would be passed on to children.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    # Not ignored, since that would be passed on to children.
+    for number in _FOR_THE_TRAINER:
         signal.signal(number, _stay)
+    # They were blocked from birth.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_TRAINER)
     faulthandler.enable()
     torch.set_num_threads(1)
     with contextlib.suppress(OSError):
