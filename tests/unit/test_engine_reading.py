@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from reshard.api import CorruptCheckpointError
 from reshard.engine import reading
 from reshard.engine.reading import Request, Verify, read_bytes, read_regions
+from reshard.stores.local import LocalStore
 from reshard.stores.memory import MemoryStore
 from support.boxes import Box, boxes_within
 
@@ -69,7 +71,7 @@ def make_request(
 ) -> Request:
     return Request(
         into=kw.pop("into", "the.key"),
-        name="the.key",
+        name=kw.pop("name", "the.key"),
         file="file",
         begin=begin,
         chunk_shape=tuple(chunk.shape),
@@ -424,3 +426,29 @@ def test_bytes_are_read_straight_into_the_memory_of_the_target(nbytes: int, veri
     for address, length in reader.filled:
         assert begin <= address
         assert address + length <= begin + nbytes
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("verify", Verify)
+def test_a_file_that_is_cut_short_while_it_is_read_is_damage_that_names_the_key_and_the_file(
+    verify: Verify, small_bytes: int, tmp_path: Path
+) -> None:
+    chunk = numbered((64,), torch.float32)
+    (tmp_path / "file").write_bytes(bytes_of(chunk) * 3)
+    reader = LocalStore(tmp_path).open_reader("file")
+    (tmp_path / "file").write_bytes(bytes_of(chunk)[:-2] * 2)
+    requests = [
+        make_request(chunk, (0,), torch.zeros(64), begin=256 * i, name=name, into=name)
+        for i, name in enumerate(("first", "second", "third"))
+    ]
+    if verify is not Verify.OFF:
+        requests[0].checksum = xxhash.xxh3_64_intdigest((bytes_of(chunk)[:-2] * 2)[:256])
+
+    with (
+        limits(_SMALL_BYTES=small_bytes),
+        pytest.raises(CorruptCheckpointError, match=r"'second' .*: 'file' of here .* at byte 508"),
+    ):
+        read_regions({"file": reader}, requests, verify, 1, "here")
+    with pytest.raises(CorruptCheckpointError, match=r"'value' .*: the file was cut short"):
+        read_bytes(reader, "value", 500, 9, 0, verify, "the file")
+    reader.close()

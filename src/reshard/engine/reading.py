@@ -25,7 +25,7 @@ from reshard.engine.collector import paused_collection
 from reshard.engine.memory import Staging, byte_view, is_direct
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Hasher, checksum
-from reshard.stores.protocol import Reader
+from reshard.stores.protocol import CutShortError, Reader
 
 __all__ = ["Request", "Verify", "read_bytes", "read_regions"]
 
@@ -163,7 +163,10 @@ def read_bytes(
     """A stored value."""
     buffer = bytearray(nbytes)
     if nbytes:
-        reader.read_into(begin, [memoryview(buffer)])
+        try:
+            reader.read_into(begin, [memoryview(buffer)])
+        except CutShortError as error:
+            raise _too_short(name, where, error) from error
     if verify is not Verify.OFF:
         _compare(checksum(memoryview(buffer)), expected, name, where)
     return bytes(buffer)
@@ -176,6 +179,13 @@ def _compare(found: int, expected: int, name: str, where: str) -> None:
             f"the stored bytes of {name!r} in {where} are damaged: their checksum is "
             f"{found:016x}, it should be {expected:016x}. Load another checkpoint"
         )
+
+
+def _too_short(name: str, where: str, error: CutShortError) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"the stored bytes of {name!r} are not all there: {where} was cut short at byte "
+        f"{error.end}. Load another checkpoint"
+    )
 
 
 def _last_partial(shape: Sequence[int], lengths: Sequence[int]) -> int:
@@ -245,10 +255,16 @@ class _Job:
         self._verified: set[tuple[str, int]] = set()
 
     def read(self, batch: Sequence[Request]) -> None:
-        if len(batch) == 1:
-            self._read_one(batch[0])
-        else:
-            self._read_neighbours(batch)
+        try:
+            if len(batch) == 1:
+                self._read_one(batch[0])
+            else:
+                self._read_neighbours(batch)
+        except CutShortError as error:
+            # Neighbours are in the order in which they lie in the file.
+            ends = ((r, _position(r) + r.nbytes) for r in batch)
+            lost = next((r for r, end in ends if end > error.end), batch[-1])
+            raise _too_short(lost.name, self._in(lost), error) from error
         for request in batch:
             if request.done is not None:
                 request.done()

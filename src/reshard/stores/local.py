@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from reshard.stores.protocol import VersionConflict
+from reshard.stores.protocol import CutShortError, VersionConflict
 
 __all__ = ["LOCK_FILE", "LocalStore"]
 
@@ -269,11 +269,13 @@ class _LocalReader(_LocalFile):
         self._transfer(self._system.preadv, offset, buffers, self._cut_short)
 
     def _cut_short(self, offset: int) -> OSError:
-        return OSError(
+        error = CutShortError(
             errno.EIO,
             f"the file ends at {offset}, before the data that it should hold",
             str(self._path),
         )
+        error.end = offset
+        return error
 
 
 @cache

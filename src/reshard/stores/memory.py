@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from reshard.stores.protocol import VersionConflict
+from reshard.stores.protocol import CutShortError, VersionConflict
 
 __all__ = ["MemoryStore"]
 
@@ -86,7 +86,9 @@ class _MemoryFile:
         for buffer in buffers:
             part = self._content[offset : offset + len(buffer)]
             if len(part) != len(buffer):
-                raise OSError(f"the file ends at {len(self._content)}, before offset {offset}")
+                error = CutShortError(f"the file ends at {len(self._content)}")
+                error.end = len(self._content)
+                raise error
             buffer[:] = part
             offset += len(buffer)
 

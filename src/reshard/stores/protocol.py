@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Reader", "Store", "VersionConflict", "Writer"]
+__all__ = ["CutShortError", "Reader", "Store", "VersionConflict", "Writer"]
 
 
 class VersionConflict(Exception):  # noqa: N818 - control flow between a store and its user
@@ -22,7 +22,10 @@ class Writer(Protocol):
     """A file of known size that is being written, from several threads if need be."""
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write `buffers` one after the other from `offset` on; all or an error."""
+        """Write `buffers` one after the other from `offset` on; all or an error.
+
+        `CutShortError` if the file is too short.
+        """
 
     def start_sync(self, offset: int, nbytes: int) -> None:
         """Begin to make a range durable, without waiting; `sync` will be faster then."""
@@ -32,6 +35,12 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """Release the file. It may be called more than once."""
+
+
+class CutShortError(OSError):
+    """A file ends before the bytes that were asked for. `end` is where."""
+
+    end: int = 0
 
 
 class Reader(Protocol):
