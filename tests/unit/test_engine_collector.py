@@ -20,12 +20,21 @@ import reshard
 from reshard.engine import collector
 from reshard.engine.collector import paused_collection
 
+USUAL = (701, 11, 12)
+
+
+def is_paused() -> bool:
+    assert gc.get_threshold()[1:] == USUAL[1:]
+    return gc.get_threshold()[0] != USUAL[0]
+
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    enabled = gc.isenabled()
+    enabled, thresholds = gc.isenabled(), gc.get_threshold()
+    gc.set_threshold(*USUAL)
     yield
     gc.unfreeze()
+    gc.set_threshold(*thresholds)
     (gc.enable if enabled else gc.disable)()
 
 
@@ -33,9 +42,9 @@ def test_a_pause_ends_with_the_outermost_block() -> None:
     gc.enable()
     with paused_collection():
         with paused_collection():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
+            assert is_paused()
+        assert is_paused()
+    assert not is_paused()
 
 
 def test_a_pause_ends_when_the_last_of_two_threads_leaves_it() -> None:
@@ -51,24 +60,74 @@ def test_a_pause_ends_when_the_last_of_two_threads_leaves_it() -> None:
     with paused_collection():
         thread.start()
         assert inside.wait(30)
-    assert not gc.isenabled()
+    assert is_paused()
     leave.set()
     thread.join()
-    assert gc.isenabled()
+    assert not is_paused()
 
 
 def test_a_pause_ends_with_an_error() -> None:
     gc.enable()
     with pytest.raises(KeyError), paused_collection():
         raise KeyError
-    assert gc.isenabled()
+    assert not is_paused()
+
+
+def test_no_collection_happens_in_a_pause() -> None:
+    gc.enable()
+    before = [generation["collections"] for generation in gc.get_stats()]
+    with paused_collection():
+        before = [generation["collections"] for generation in gc.get_stats()]
+        kept = [[] for _ in range(100_000)]  # type: ignore[var-annotated]
+        after = [generation["collections"] for generation in gc.get_stats()]
+    assert len(kept) == 100_000
+    assert before == after
 
 
 def test_a_collector_that_the_user_turned_off_stays_off() -> None:
     gc.disable()
     with paused_collection():
-        pass
+        assert not gc.isenabled()
     assert not gc.isenabled()
+
+
+def test_a_collector_that_the_user_turns_off_in_a_pause_stays_off() -> None:
+    gc.enable()
+    with paused_collection():
+        assert gc.isenabled()
+        gc.disable()
+    assert not gc.isenabled()
+    assert not is_paused()
+
+
+def test_a_collector_that_the_user_turns_on_in_a_pause_stays_on() -> None:
+    gc.disable()
+    with paused_collection():
+        gc.enable()
+    assert gc.isenabled()
+    assert not is_paused()
+
+
+@pytest.mark.parametrize("theirs", [(500, 5, 6), (0, 5, 6)])
+def test_thresholds_that_the_user_sets_in_a_pause_stay(theirs: tuple[int, int, int]) -> None:
+    with paused_collection():
+        gc.set_threshold(*theirs)
+    assert gc.get_threshold() == theirs
+    gc.set_threshold(*USUAL)
+    with paused_collection():
+        gc.set_threshold(*theirs)
+        with paused_collection():
+            pass
+    assert gc.get_threshold() == theirs
+
+
+def test_a_threshold_that_the_user_took_from_a_pause_and_set_later_is_mended() -> None:
+    with paused_collection():
+        theirs = gc.get_threshold()
+    gc.set_threshold(*theirs)
+    with paused_collection():
+        pass
+    assert not is_paused()
 
 
 def test_what_the_user_froze_and_what_is_young_stay_as_they_are() -> None:
@@ -109,6 +168,10 @@ FORKS = """
 import gc, os, threading
 from reshard.engine.collector import paused_collection
 
+def is_paused():
+    return gc.get_threshold() != usual
+
+usual = gc.get_threshold()
 inside, leave = threading.Event(), threading.Event()
 
 def other():
@@ -119,21 +182,21 @@ def other():
 thread = threading.Thread(target=other)
 thread.start()
 inside.wait(30)
-assert not gc.isenabled()
+assert is_paused()
 with paused_collection():
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if gc.isenabled() else 1)
+        os._exit(1 if is_paused() else 0)
 _, status = os.waitpid(pid, 0)
 pid = os.fork()
 if pid == 0:
     with paused_collection():
-        assert not gc.isenabled()
-    os._exit(0 if gc.isenabled() else 1)
+        assert is_paused()
+    os._exit(1 if is_paused() else 0)
 _, later = os.waitpid(pid, 0)
 leave.set()
 thread.join()
-assert gc.isenabled()
+assert not is_paused()
 raise SystemExit(1 if status or later else 0)
 """
 
@@ -172,10 +235,10 @@ def test_an_interrupt_at_any_point_of_a_pause_leaves_the_collector_on() -> None:
             break
         finally:
             sys.settrace(before)
-        assert gc.isenabled(), f"off after an interrupt at point {points}"
+        assert not is_paused(), f"off after an interrupt at point {points}"
         with paused_collection():
-            assert not gc.isenabled()
-        assert gc.isenabled()
+            assert is_paused()
+        assert not is_paused()
     assert points > 50
 
 
@@ -197,6 +260,6 @@ def test_threads_that_pause_again_and_again_leave_the_collector_on() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert gc.isenabled()
+    assert not is_paused()
     with paused_collection():
-        assert not gc.isenabled()
+        assert is_paused()

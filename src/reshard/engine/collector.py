@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["paused_collection"]
+
+_NEVER = 2_000_000_011
+"""A threshold that is not reached, and that nobody else would choose."""
 
 
 @contextmanager
@@ -18,48 +22,54 @@ def paused_collection() -> Iterator[None]:
     through all objects of the process again and again, which takes half of the time that
     a state dict of many tensors costs. Never held while waiting for a disk or a rank.
 
-    Blocks nest and may overlap in several threads. The collector is as it was when the
+    The threshold is raised; whether the collector is enabled is left to the user, who may
+    change that meanwhile, or set another threshold, which then stays.
+
+    Blocks nest and may overlap in several threads. The threshold is as it was when the
     last one ends, in a forked child at once, and also when an interrupt hits the pause
     itself. There is no lock, which an interrupt could leave locked; whenever two threads
     are in each other's way, the outcome is a collector that runs.
     """
-    pause = object()
+    pause = next(_numbers)
     try:
         try:
-            _pauses.add(id(pause))
-            if gc.isenabled():
+            _pauses.add(pause)
+            found = gc.get_threshold()
+            # The collector never runs by itself at a threshold of 0.
+            if found[0] not in (0, _NEVER):
                 # Recorded first: an interrupt in between does no harm.
-                _to_enable.add(id(pause))
-                gc.disable()
+                _before[:] = found
+                gc.set_threshold(_NEVER, *found[1:])
             yield
         finally:
-            _end(id(pause))
+            _end(pause)
     finally:
         # Once more, in case that an interrupt hit the first.
-        _end(id(pause))
+        _end(pause)
 
 
 def _end(pause: int) -> None:
     _pauses.discard(pause)
-    if not _pauses and _to_enable:
-        ended = tuple(_to_enable)
-        gc.enable()
-        # Another pause may have begun just now; what it recorded stays.
-        _to_enable.difference_update(ended)
+    if not _pauses:
+        _restore()
 
 
+def _restore() -> None:
+    if gc.get_threshold()[0] == _NEVER:
+        gc.set_threshold(*_before)
+
+
+_numbers = itertools.count()
 _pauses: set[int] = set()
 """Those that are going on."""
-_to_enable: set[int] = set()
-"""Those that found the collector running, of which it does not run again yet."""
+_before = list(gc.get_threshold())
+"""The thresholds that the latest pause found."""
 
 
 def _end_all() -> None:
     """A child has only one of its parent's threads: nobody would end the other pauses."""
-    if _to_enable:
-        gc.enable()
     _pauses.clear()
-    _to_enable.clear()
+    _restore()
 
 
 os.register_at_fork(after_in_child=_end_all)
