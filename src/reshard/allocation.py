@@ -18,8 +18,6 @@ def elements_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def is_allocated(tensor: torch.Tensor) -> bool:
     """Whether all elements of a tensor lie within its storage, which may have been resized."""
-    if tensor.is_meta:
-        return True
     if tensor.layout is not torch.strided:
         return all(map(is_allocated, _sparse_parts(tensor)))
     if tensor.is_contiguous():
@@ -31,11 +29,12 @@ def is_allocated(tensor: torch.Tensor) -> bool:
         spanned = elements_spanned(tensor.shape, tensor.stride())
     if not spanned:
         return True
-    lead = tensor.storage_offset() * tensor.itemsize
-    if tensor.untyped_storage().nbytes() < lead + spanned * tensor.itemsize:
-        return False
+    itemsize = tensor.itemsize
+    lead = tensor.storage_offset() * itemsize
+    if tensor.untyped_storage().nbytes() < lead + spanned * itemsize:
+        return tensor.is_meta
     # A wrapper subclass has a storage with a size but without an address.
-    return tensor.data_ptr() not in (0, lead)
+    return tensor.data_ptr() not in (0, lead) or tensor.is_meta
 
 
 def _sparse_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
