@@ -239,7 +239,7 @@ reading._Filler._copy_rows = truncate_first
 reading._STAGING_BYTES = reading._HASHED_ROWS_BYTES = 64 << 10
 try:
     reshard.read_tensor(folder, "w", (slice(None), slice(3, 5)), verify=sys.argv[2])
-except OSError as error:
+except reshard.api.CorruptCheckpointError as error:
     sys.exit(0 if file in str(error) else 1)
 sys.exit(2)
 """
