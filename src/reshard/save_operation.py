@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -25,7 +26,7 @@ from reshard.coordination.plan_wire import (
     encode_save_plan,
 )
 from reshard.default_planner import DefaultSavePlanner
-from reshard.engine.collector import paused_collection
+from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.filesystem import FileSystemWriter
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.per_rank import name_rank_values
@@ -90,6 +91,7 @@ class SaveOperation:
         self.channel = channel
         self.use_collectives = use_collectives
         self._job: SaveJob | None = None
+        self._quiet = contextlib.ExitStack()
         self.writer: StorageWriter
         self.planner: SavePlanner
         self.sent: SavePlan
@@ -101,7 +103,8 @@ class SaveOperation:
         if self.check is not None:
             self.channel.gather_scatter("open", self.open, lambda messages: messages)
         try:
-            return self._run_together() if self.use_collectives else self._run_alone()
+            with self._quiet:
+                return self._run_together() if self.use_collectives else self._run_alone()
         except BaseException:
             self._discard()
             raise
@@ -176,6 +179,8 @@ class SaveOperation:
             )
         else:
             set_up(channel.is_coordinator)
+        # From here on nobody is asked for a state, which may take memory and make cycles.
+        self._quiet.enter_context(paused_in_front())
 
     def plan_anew(self) -> bytes:
         if isinstance(self.planner, DefaultSavePlanner):

@@ -32,7 +32,7 @@ from reshard.coordination.channel import (
 from reshard.coordination.pairing import LOAD
 from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
-from reshard.engine.collector import paused_collection
+from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader
 from reshard.format.values import decode_value
@@ -361,6 +361,7 @@ class _Load:
         self.exact = exact
         self.rename = rename
         self.report = LoadReport()
+        self._quiet = contextlib.ExitStack()
         self.excluded: list[str] = []
         self.plan: LoadPlan
 
@@ -376,14 +377,18 @@ class _Load:
         # States are asked for, and given back, only when no rank can fail for another reason:
         # both may communicate, and would wait for the rank that failed.
         self.channel.gather_scatter("open", self.open, agree_on_checkpoint)
+        with self._quiet:
+            self._plan_and_read()
+        self.channel.gather_scatter("give back", self.give_back, lambda messages: messages)
+        return self.report
+
+    def _plan_and_read(self) -> None:
         reply = self.channel.gather_scatter("plan", self.plan_locally, self.plan_globally)
         unexpected, plan = msgspec.msgpack.decode(reply)
         self.report.unexpected = self._name_unexpected(unexpected)
         if plan:
             self.plan = decode_load_plan(plan)
         self.channel.gather_scatter("read", self.read, lambda messages: messages)
-        self.channel.gather_scatter("give back", self.give_back, lambda messages: messages)
-        return self.report
 
     def open(self) -> bytes:
         refuse_dcp(self.planner, self.reader)
@@ -407,6 +412,8 @@ class _Load:
         self.state_dict = self._ask_stateful()
         seen = _renamed(metadata, self.rename)
         self._ask_for_templates(seen)
+        # From here on nobody is asked for a state, which may take memory and make cycles.
+        self._quiet.enter_context(paused_in_front())
         empties = getattr(metadata.planner_data, "empties", ())
         names = [*seen.state_dict_metadata, *(".".join(map(str, path)) for path in empties)]
         template, self.rank_values = choose_rank_values(

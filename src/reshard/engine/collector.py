@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-__all__ = ["paused_collection"]
+__all__ = ["paused_collection", "paused_in_front"]
 
 _NEVER = 2_000_000_011
 """A threshold that is not reached, and that nobody else would choose."""
@@ -20,7 +21,7 @@ def paused_collection() -> Iterator[None]:
 
     For short stretches that make many objects and no cycles: the collector would go
     through all objects of the process again and again, which takes half of the time that
-    a state dict of many tensors costs. Never held while waiting for a disk or a rank.
+    a state dict of many tensors costs.
 
     The threshold is raised; whether the collector is enabled is left to the user, who may
     change that meanwhile, or set another threshold, which then stays.
@@ -46,6 +47,16 @@ def paused_collection() -> Iterator[None]:
     finally:
         # Once more, in case that an interrupt hit the first.
         _end(pause)
+
+
+def paused_in_front() -> AbstractContextManager[None]:
+    """The same for all of an operation that the main thread waits for; else nothing.
+
+    Most of what an operation makes is gone when it ends. A pause that ended earlier would
+    have the collector go through all of it, several times.
+    """
+    in_front = threading.current_thread() is threading.main_thread()
+    return paused_collection() if in_front else nullcontext()
 
 
 def _end(pause: int) -> None:
