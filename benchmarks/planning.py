@@ -39,20 +39,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reshard import FileSystemReader, FileSystemWriter
-from reshard.columnar.writes import WriteItems, write_columns
-from reshard.contents import Placement, WriteResults, WrittenFile
-from reshard.coordination.plan_wire import (
+from reshard.checkpoint.contents import Placement, WriteResults, WrittenFile
+from reshard.default_planner import DefaultSavePlanner
+from reshard.planner import SavePlan
+from reshard.planning.columns import WriteColumns
+from reshard.planning.packing import pack_array, pack_compressed
+from reshard.plans.global_plan import chunk_table
+from reshard.plans.wire import (
     decode_results,
     decode_save_plans,
     encode_answer,
     encode_results,
     encode_save_plan,
 )
-from reshard.default_planner import DefaultSavePlanner
-from reshard.global_save import chunk_table
-from reshard.planner import SavePlan
-from reshard.planning.columns import WriteColumns
-from reshard.planning.packing import pack_array, pack_compressed
+from reshard.plans.write_items import WriteItems, write_columns
 
 ROWS_PER_RANK, COLUMNS = 8, 512
 PLANNING = ("decode plans", "global plan", "encode answers", "encode manifest")

@@ -11,8 +11,8 @@ from reshard.metadata import (
 )
 from reshard.optimizer import load_sharded_optimizer_state_dict
 from reshard.patching import patch
-from reshard.per_rank import per_rank
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from reshard.rank_values import per_rank
 from reshard.state_dict_loader import (
     LoadReport,
     load,

@@ -16,18 +16,8 @@ from typing import Any
 
 import torch
 
-from reshard._sharded_tensor_utils import _flatten_sharded_tensors as _flatten_sharded_tensors
 from reshard.api import CorruptCheckpointError, StalePlanError, UnsafeValueError
-from reshard.composites import CompositeTargets, expand_for_save
 from reshard.format.values import MAGIC, decode_value, encode_value
-from reshard.global_save import (
-    FINGERPRINT_BYTES,
-    combine_plans,
-    make_global_plan,
-    merge_paths,
-    plan_fingerprint,
-    validate,
-)
 from reshard.metadata import (
     STATE_DICT_TYPE,
     Metadata,
@@ -44,19 +34,29 @@ from reshard.planner import (
     WriteItem,
     WriteItemType,
 )
-from reshard.planner_helpers import (
+from reshard.plans.building import (
     _create_default_metadata_only_plan,
     _init_state_dict,
     build_read_items,
     build_write_items,
     check_complete,
 )
-from reshard.planner_helpers import (
+from reshard.plans.building import (
     _create_read_items as _create_read_items,
 )
-from reshard.planner_helpers import (
+from reshard.plans.building import (
     _create_write_items as _create_write_items,
 )
+from reshard.plans.global_plan import (
+    FINGERPRINT_BYTES,
+    combine_plans,
+    make_global_plan,
+    merge_paths,
+    plan_fingerprint,
+    validate,
+)
+from reshard.plans.traits import default_step, load_traits, save_traits
+from reshard.tensors.composites import CompositeTargets, expand_for_save
 from reshard.tensors.flatten import (
     PathMap,
     Rules,
@@ -66,6 +66,9 @@ from reshard.tensors.flatten import (
     paths_in,
     put_empties,
     set_element,
+)
+from reshard.tensors.flatten import (
+    flatten_sharded_tensors as _flatten_sharded_tensors,  # noqa: F401
 )
 from reshard.tensors.shards import DTensorReader, check_local_memory, find_state_dict_object
 
@@ -117,6 +120,7 @@ class DefaultSavePlanner(SavePlanner):
     """
 
     mappings: Mapping[str, StatePath]
+    _is_default_planner = True
 
     def __init__(
         self,
@@ -152,34 +156,21 @@ class DefaultSavePlanner(SavePlanner):
         self.is_coordinator = is_coordinator
         self._reader = DTensorReader()
 
+    @default_step
     def create_local_plan(self) -> SavePlan:
-        items = build_write_items(self.state_dict, find_ties=self.keeps_values())
+        items = build_write_items(self.state_dict, find_ties=save_traits(self).keeps_values)
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         if not self._enable_plan_caching:
             return self.plan
         self.plan = dataclasses.replace(self.plan, fingerprint=plan_fingerprint(self.plan))
-        if self.plan.fingerprint == self._cache.local_fingerprint and self._may_skip_plan():
+        # A subclass that edits the plan may do so differently each time.
+        is_known = self.plan.fingerprint == self._cache.local_fingerprint
+        if is_known and save_traits(self).keeps_local_plan:
             # Which plan this is, and which one it became last time.
             final = self._cache.final_plan
             answer = b"" if final is None else plan_fingerprint(final)
             return SavePlan([], usable=False, fingerprint=self.plan.fingerprint + answer)
         return self.plan
-
-    def _may_skip_plan(self) -> bool:
-        """Whether a plan with the same fingerprint is sure to be the same plan.
-
-        A subclass that edits the plan may do so differently each time.
-        """
-        return type(self).create_local_plan is DefaultSavePlanner.create_local_plan
-
-    def keeps_values(self) -> bool:
-        """Whether values are written as they are, so that equal memory is equal data."""
-        mine = type(self)
-        return (
-            mine.resolve_data is DefaultSavePlanner.resolve_data
-            and mine.lookup_object is DefaultSavePlanner.lookup_object
-            and mine.transform_object is DefaultSavePlanner.transform_object
-        )
 
     def forget_cached_plans(self) -> None:
         """Plan from scratch next time. To be called on every rank."""
@@ -190,6 +181,7 @@ class DefaultSavePlanner(SavePlanner):
         if self._enable_plan_caching:
             self._cache = caches.setdefault(self._cache.key, self._cache)
 
+    @default_step
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if not self._enable_plan_caching:
             self.global_plan, self.metadata = self._create_global_plan(all_plans)
@@ -243,6 +235,7 @@ class DefaultSavePlanner(SavePlanner):
             metadata = dataclasses.replace(metadata, planner_data=merge_paths(all_plans))
         return global_plan, metadata
 
+    @default_step
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if self._enable_plan_caching:
             if new_plan.usable:
@@ -261,16 +254,19 @@ class DefaultSavePlanner(SavePlanner):
         self.plan = new_plan
         return new_plan
 
+    @default_step
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         data: torch.Tensor | io.BytesIO = self.transform_object(
             write_item, self.lookup_object(write_item.index)
         )
         return data
 
+    @default_step
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value, or the local shard, that `index` names. Made to be overridden."""
         return find_state_dict_object(self.state_dict, index, self._reader)
 
+    @default_step
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """What to write for `object`: tensors as they are, values as bytes."""
         if write_item.type is not WriteItemType.BYTE_IO:
@@ -288,6 +284,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     original_state_dict: STATE_DICT_TYPE
     mappings: Mapping[str, StatePath]
+    _is_default_planner = True
 
     def __init__(
         self,
@@ -339,7 +336,7 @@ class DefaultLoadPlanner(LoadPlanner):
         wanted = self.state_dict
         if self.exclude:
             wanted = {name: value for name, value in wanted.items() if not self.excludes(name)}
-        if self.keeps_tensors():
+        if load_traits(self).fills_by_itself:
             wanted = self._without_twins(wanted)
             for name, value in wanted.items():
                 check_local_memory(name, value)
@@ -368,12 +365,14 @@ class DefaultLoadPlanner(LoadPlanner):
                 self.state_dict, self.mappings = flat, paths
                 return
 
+    @default_step
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return create_default_global_load_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         return new_plan
 
+    @default_step
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
         loaded = _decode(fqn, value, self.allow_pickle)
@@ -388,31 +387,21 @@ class DefaultLoadPlanner(LoadPlanner):
         """Do what is left to do when all is read. Called once, after the last tensor."""
         self.composites.finish()
 
+    @default_step
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
-    def fills_in_place(self) -> bool:
-        """Whether tensors need no further step once they are filled."""
-        return type(self).commit_tensor is DefaultLoadPlanner.commit_tensor
-
-    def keeps_tensors(self) -> bool:
-        """Whether the tensors of the state dict itself are filled, as they are."""
-        mine = type(self)
-        return (
-            self.fills_in_place()
-            and mine.resolve_tensor is DefaultLoadPlanner.resolve_tensor
-            and mine.lookup_tensor is DefaultLoadPlanner.lookup_tensor
-            and mine.transform_tensor is DefaultLoadPlanner.transform_tensor
-        )
-
+    @default_step
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing to do: `resolve_tensor` gave a view of the tensor to fill."""
 
+    @default_step
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local shard that `index` names. Made to be overridden."""
         tensor: torch.Tensor = find_state_dict_object(self.state_dict, index, self._reader)
         return tensor
 
+    @default_step
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a local shard that `read_item` fills. Made to be overridden."""
         region = zip(read_item.dest_offsets, read_item.lengths, strict=True)

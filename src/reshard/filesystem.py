@@ -28,7 +28,13 @@ from reshard.api import (
     UnsupportedFormatError,
     _noting,
 )
-from reshard.checkpoint_files import (
+from reshard.checkpoint.contents import (
+    StorageTable,
+    check_readable,
+    to_manifest,
+    to_metadata,
+)
+from reshard.checkpoint.directory import (
     MANIFEST,
     check_parts,
     claim_name,
@@ -42,18 +48,15 @@ from reshard.checkpoint_files import (
     remove_debris,
     shard_name,
 )
-from reshard.columnar.reads import read_columns
-from reshard.contents import (
-    Placement,
-    StorageTable,
-    WriteResults,
-    WrittenFile,
-    check_readable,
-    to_manifest,
-    to_metadata,
+from reshard.checkpoint.stored_metadata import can_be_read_back, refer_to
+from reshard.checkpoint.transfers import (
+    ShardFiles,
+    Values,
+    contents_of,
+    requests_of,
 )
-from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.engine.collector import paused_collection
+from reshard.engine.progress import watched
 from reshard.engine.reading import Request, Verify, read_regions
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import write_file
@@ -70,12 +73,13 @@ from reshard.planner import (
     SavePlan,
     SavePlanner,
 )
-from reshard.progress import watched
+from reshard.plans.read_items import read_columns
+from reshard.plans.results import Placement, WriteResults, WrittenFile
+from reshard.plans.traits import default_step, load_traits, save_traits
 from reshard.staging import BlockingAsyncStager
 from reshard.storage import StorageInfo, StorageReader, StorageWriter, WriteResult
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store, VersionConflict
-from reshard.transfers import ShardFiles, Values, contents_of, fills_by_itself, requests_of
 
 __all__ = ["FileSystemReader", "FileSystemWriter", "StorageInfo"]
 
@@ -170,7 +174,7 @@ class FileSystemWriter(StorageWriter):
             # The writer has saved before, and nobody has reset it since.
             self._renew()
 
-    def begin(self) -> str:
+    def begin_save(self) -> str:
         """Claim the place for a save, before any file of it is written; the id of the save.
 
         For the coordinator. Nothing that is there is touched.
@@ -187,7 +191,7 @@ class FileSystemWriter(StorageWriter):
             put_new(store, self._claim, who.encode(), durable=False)
         return self.save_id
 
-    def join(self, save_id: str, rank: int) -> None:
+    def join_save(self, save_id: str, rank: int) -> None:
         """Take part, as a rank, in a save that the coordinator has begun."""
         self.save_id, self.rank = save_id, rank
 
@@ -200,6 +204,16 @@ class FileSystemWriter(StorageWriter):
     def open_store(self) -> Store:
         """Where the bytes go. Made to be overridden."""
         return LocalStore(self.path)
+
+    def shared_place(self, checkpoint_id: str | os.PathLike[str] | None = None) -> str | None:
+        chosen = self.path if checkpoint_id is None else checkpoint_id
+        return os.path.abspath(chosen) if chosen and _is_local(chosen) else None
+
+    def reference_to(self, metadata: Metadata) -> str:
+        return self.save_id if can_be_read_back(metadata) else ""
+
+    def referenced_metadata(self, reference: str) -> Metadata:
+        return refer_to(self.open_store(), reference, self.storage_meta())
 
     # As a stager: what `async_save` asks if it is given no other.
 
@@ -229,7 +243,7 @@ class FileSystemWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if not self.use_collectives:
             return plans
-        save_id = self.begin()
+        save_id = self.begin_save()
         return [
             dataclasses.replace(plan, storage_data=_ticket(rank, save_id))
             for rank, plan in enumerate(plans)
@@ -272,7 +286,7 @@ class FileSystemWriter(StorageWriter):
         )
         # At least two: while one waits for the disk, the other copies and hashes. But a planner
         # of the user's need not know about threads.
-        own = isinstance(planner, DefaultSavePlanner) and planner.keeps_values()
+        own = save_traits(planner).keeps_values
         threads = self.thread_count or (max(2, default_threads()) if own else 1)
         total_bytes = int(placement.nbytes.sum())
         with watched(f"saving {store.location}", total_bytes, self.is_coordinator) as progress:
@@ -301,7 +315,7 @@ class FileSystemWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store = self.open_store()
         if self.use_collectives:
-            self.begin()
+            self.begin_save()
         ranks = len(results) if self.use_collectives else self.world_size
         with paused_collection():
             manifest = to_manifest(metadata, results, self._notes(ranks))
@@ -356,7 +370,7 @@ class FileSystemWriter(StorageWriter):
         self._claim, self._written = None, []
         remove_debris(store, version, self.save_id, used)
 
-    def discard(self) -> None:
+    def discard_save(self) -> None:
         """Remove the files of a save that failed, unless it was committed all the same."""
         # The claim first: without it nothing can be committed any more.
         unneeded = [*([self._claim] if self._claim else []), *self._written]
@@ -522,6 +536,7 @@ class FileSystemReader(StorageReader):
                 found[name] = files.read_value(name, rows[name])
         return found
 
+    @default_step
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
@@ -534,7 +549,7 @@ class FileSystemReader(StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         files = ShardFiles(self.open_store(), self.storage_data.manifest, self.verify)
         with contextlib.closing(files):
-            if not fills_by_itself(planner):
+            if not load_traits(planner).fills_by_itself:
                 # One after the other, in this thread: a planner of the user's may make the memory
                 # of a tensor when it is its turn, and need not know about threads.
                 for item in plan.items:
@@ -572,8 +587,7 @@ class FileSystemReader(StorageReader):
 
     def _as_expected(self, planner: LoadPlanner, fqn: str, data: bytes) -> io.BytesIO:
         """A stored value for `load_bytes`, which planners in use take for a torch.save file."""
-        own = getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
-        if own or data[: len(MAGIC)] != MAGIC:
+        if load_traits(planner).decodes_values or data[: len(MAGIC)] != MAGIC:
             return io.BytesIO(data)
         translated = io.BytesIO()
         torch.save(decode_value(data, fqn, self.allow_pickle), translated)

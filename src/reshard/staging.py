@@ -18,9 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from reshard.engine.segments import Segment
 from reshard.metadata import STATE_DICT_TYPE
-from reshard.tensors.snapshot import Layout, Survey, addresses_in, survey
+from reshard.snapshots.segments import Segment
+from reshard.snapshots.snapshot import Layout, Survey, addresses_in, survey
 
 __all__ = [
     "AsyncStager",

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from reshard.api import CheckpointException, CoverageError, MissingKeyError, _noting
 from reshard.background.backlog import backlog, place_of
-from reshard.composites import KIND, stored_shards
 from reshard.coordination.agreement import agree_on_checkpoint, announce_load
 from reshard.coordination.channel import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -30,7 +29,6 @@ from reshard.coordination.channel import (
     telling_others,
 )
 from reshard.coordination.pairing import LOAD
-from reshard.coordination.plan_wire import decode_load_plan, encode_load_plan
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.engine.reading import Verify
@@ -43,16 +41,17 @@ from reshard.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from reshard.per_rank import choose_rank_values, restore_rank_values
+from reshard.operations.user_calls import _api_bc_check, refuse_dcp
 from reshard.planner import LoadPlan, LoadPlanner
-from reshard.planner_helpers import create_read_items_for_chunk_list, describe_missing
 from reshard.planning.columns import Bools
-from reshard.save_operation import refuse_dcp
+from reshard.plans.building import create_read_items_for_chunk_list, describe_missing
+from reshard.plans.wire import decode_load_plan, encode_load_plan
+from reshard.rank_values import choose_rank_values, restore_rank_values
 from reshard.stateful import Stateful as Stateful
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, takes_any_keyword
+from reshard.tensors.composites import KIND, stored_shards
 from reshard.tensors.flatten import PathMap, keys_above
-from reshard.utils import _api_bc_check
 
 __all__ = ["LoadReport", "load", "load_state_dict", "read_state_dict", "read_tensor"]
 

@@ -26,13 +26,13 @@ from reshard.coordination.channel import (
 from reshard.default_planner import DefaultSavePlanner
 from reshard.filesystem import FileSystemWriter
 from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.operations.save import SaveJob, SaveOperation, choose_writer
+from reshard.operations.user_calls import _api_bc_check
 from reshard.planner import SavePlanner
-from reshard.save_operation import SaveJob, SaveOperation, choose_writer
 from reshard.staging import AsyncStager, staging_pool
 from reshard.stateful import Stateful as Stateful
 from reshard.stateful import is_stateful
 from reshard.storage import StorageWriter
-from reshard.utils import _api_bc_check
 
 __all__ = [
     "AsyncCheckpointerType",

@@ -87,6 +87,38 @@ class StorageWriter(abc.ABC):
         """What the planner should know about the checkpoint; None for nothing."""
         return None
 
+    # For storages that commit atomically. The defaults do nothing.
+
+    def shared_place(self, checkpoint_id: str | os.PathLike[str] | None = None) -> str | None:
+        """Where all ranks write to together, or would with `checkpoint_id`, in a form that can be
+        compared; None if each rank may have a place of its own.
+        """
+        return None
+
+    def begin_save(self) -> str:
+        """Claim the place, on the coordinator, before any rank writes: the id of the save."""
+        return ""
+
+    def join_save(self, save_id: str, rank: int) -> None:  # noqa: B027
+        """Take part in the save that the coordinator has begun."""
+
+    def finish_parts(self) -> None:  # noqa: B027
+        """Commit, on the coordinator, what ranks that did not plan together have finished."""
+
+    def discard_save(self) -> None:  # noqa: B027
+        """Remove what a failed save has written."""
+
+    def reference_to(self, metadata: Metadata) -> str:
+        """What the other ranks can read the metadata of the save back by, when they need it.
+
+        Called on the coordinator after `finish`. Empty if they must be sent the metadata itself.
+        """
+        return ""
+
+    def referenced_metadata(self, reference: str) -> Metadata:
+        """The metadata that `reference_to` referred to, on another rank or in another process."""
+        raise NotImplementedError(f"{type(self).__name__} makes no references to metadata")
+
 
 class StorageReader(abc.ABC):
     """Reads plans. One instance lives on each rank and is called in this order:
@@ -132,6 +164,14 @@ class StorageReader(abc.ABC):
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this storage can serve `checkpoint_id`; used to choose a storage."""
+
+    def read_values(self, names: Sequence[str]) -> dict[str, bytes]:
+        """The stored bytes of values that are to be looked at before anything is loaded.
+
+        Called between `set_up_storage_reader` and `read_data`; a storage that cannot do that
+        returns none of them.
+        """
+        return {}
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:

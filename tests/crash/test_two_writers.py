@@ -22,7 +22,7 @@ import torch
 
 import reshard
 from reshard.api import CheckpointNotFoundError, CommitConflictError, CorruptCheckpointError
-from reshard.checkpoint_files import claim_name
+from reshard.checkpoint.directory import claim_name
 from reshard.stores.local import LocalStore
 from reshard.stores.owners import owner_tag
 from reshard.tensors.flatten import PathMap

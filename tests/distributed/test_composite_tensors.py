@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import reshard
 from reshard.api import ShapeMismatchError
-from reshard.composites import KIND
 from reshard.state_dict_saver import AsyncCheckpointerType
+from reshard.tensors.composites import KIND
 from reshard.training import TrainState
 from support.optimizers import Blockwise, Coded, like
 from support.ranks import run_alone, run_ranks

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import reshard  # noqa: E402
-from reshard.per_rank import name_rank_values  # noqa: E402
+from reshard.rank_values import name_rank_values  # noqa: E402
 from support.fake_ranks import as_rank, distributed, mesh_of  # noqa: E402
 
 DTYPES = (
@@ -167,7 +167,7 @@ def save_on_ranks(
                 rank == 0, rank=rank, world_size=world_size, use_collectives=use_collectives
             )
             if not use_collectives:
-                writer.join(writers[0].begin(), rank)
+                writer.join_save(writers[0].begin_save(), rank)
             plan = writer.prepare_local_plan(planner.create_local_plan())
             if not use_collectives:
                 answers, metadata = planner.create_global_plan([plan])

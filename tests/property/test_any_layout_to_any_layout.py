@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from reshard.columnar.writes import RowBuilder, WriteItems
 from reshard.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     _validate_global_plan,
     create_default_global_save_plan,
 )
-from reshard.global_save import dedup_save_plans
 from reshard.metadata import ChunkStorageMetadata, Metadata
 from reshard.planner import SavePlan
 from reshard.planner_helpers import create_read_items_for_chunk_list
 from reshard.planning.columns import SHARD
+from reshard.plans.global_plan import dedup_save_plans
+from reshard.plans.write_items import RowBuilder, WriteItems
 from reshard.tensors.layout import local_regions
 from reshard.tensors.shards import DTensorReader
 from support.fake_ranks import as_rank, distributed, mesh_of, on_each_rank

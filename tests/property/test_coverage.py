@@ -13,8 +13,6 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from reshard.api import CoverageError
-from reshard.columnar.writes import RowBuilder, WriteItems
-from reshard.global_save import make_global_plan
 from reshard.planner import SavePlan
 from reshard.planning import intersection, keys
 from reshard.planning.columns import SHARD
@@ -29,6 +27,8 @@ from reshard.planning.coverage import (
 from reshard.planning.global_plan import check_coverage
 from reshard.planning.intersection import intersect
 from reshard.planning.keys import rank_points
+from reshard.plans.global_plan import make_global_plan
+from reshard.plans.write_items import RowBuilder, WriteItems
 from support.boxes import (
     Box,
     Tiled,

@@ -19,11 +19,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reshard.api import ReplicaConflictError
-from reshard.columnar.writes import RowBuilder, WriteItems
-from reshard.global_save import dedup_save_plans, make_global_plan
 from reshard.planner import SavePlan, WriteItem
 from reshard.planning.balance import choose_holders
 from reshard.planning.columns import SHARD
+from reshard.plans.global_plan import dedup_save_plans, make_global_plan
+from reshard.plans.write_items import RowBuilder, WriteItems
 from support.boxes import Box, Tiled, tilings
 
 MOST_RANKS = 6
@@ -160,8 +160,8 @@ def test_the_default_global_plan_keeps_what_dedup_keeps(world: World) -> None:
 
 PRINT_WRITERS = """
 import torch
-from reshard.columnar.writes import RowBuilder, WriteItems
-from reshard.global_save import dedup_save_plans
+from reshard.plans.write_items import RowBuilder, WriteItems
+from reshard.plans.global_plan import dedup_save_plans
 from reshard.planner import SavePlan
 
 def plan(rank):

@@ -15,8 +15,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from reshard.background.handover import pack, unpack
-from reshard.engine.segments import map_segment
-from reshard.per_rank import PerRank
+from reshard.rank_values import PerRank
+from reshard.snapshots.segments import map_segment
 from reshard.staging import StagingPool
 
 WIDE = [

@@ -12,14 +12,6 @@ from typing import Any
 
 import torch
 
-from reshard.coordination.plan_wire import (
-    decode_answer,
-    decode_load_plan,
-    decode_save_plans,
-    encode_answer,
-    encode_load_plan,
-    encode_save_plan,
-)
 from reshard.metadata import Metadata, MetadataIndex
 from reshard.planner import (
     LoadItemType,
@@ -28,6 +20,14 @@ from reshard.planner import (
     SavePlan,
     SavePlanner,
     WriteItemType,
+)
+from reshard.plans.wire import (
+    decode_answer,
+    decode_load_plan,
+    decode_save_plans,
+    encode_answer,
+    encode_load_plan,
+    encode_save_plan,
 )
 
 

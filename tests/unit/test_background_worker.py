@@ -12,7 +12,7 @@ from reshard.api import WorkerLostError
 from reshard.background import saves, worker
 from reshard.background.worker import Request, Worker, describe_script
 from reshard.coordination.meeting import Meeting
-from reshard.engine.segments import Segment
+from reshard.snapshots.segments import Segment
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 

@@ -21,11 +21,11 @@ from reshard.api import (
     StateDictError,
     UnsupportedLayoutError,
 )
-from reshard.contents import check_readable
-from reshard.coordination.plan_wire import decode_save_plans, encode_save_plan
+from reshard.checkpoint.contents import check_readable
 from reshard.default_planner import DefaultSavePlanner
-from reshard.global_save import merge_paths, plan_fingerprint
 from reshard.planner import SavePlan
+from reshard.plans.global_plan import merge_paths, plan_fingerprint
+from reshard.plans.wire import decode_save_plans, encode_save_plan
 from reshard.tensors.flatten import (
     MOST_LEVELS,
     PathMap,

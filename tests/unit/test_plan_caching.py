@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import Shard
 
 from reshard.api import CoverageError, StalePlanError
-from reshard.coordination.plan_wire import encode_answer, encode_save_plan
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner, PlanCache
 from reshard.metadata import (
     ChunkStorageMetadata,
@@ -18,6 +17,7 @@ from reshard.metadata import (
     TensorProperties,
 )
 from reshard.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from reshard.plans.wire import encode_answer, encode_save_plan
 from support.fake_ranks import distributed, mesh_of, on_each_rank
 from support.memory_storage import MemoryCheckpoint, load_from_memory, plan_save, save_in_memory
 

@@ -1,4 +1,4 @@
-"""reshard.coordination.plan_wire: plans as bytes between ranks; and plans as pickles."""
+"""reshard.plans.wire: plans as bytes between ranks; and plans as pickles."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from reshard.coordination.plan_wire import (
-    decode_answer,
-    decode_load_plan,
-    decode_save_plans,
-    encode_answer,
-    encode_load_plan,
-    encode_save_plan,
-)
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.metadata import (
     ChunkStorageMetadata,
@@ -35,6 +27,14 @@ from reshard.planner import (
     TensorWriteData,
     WriteItem,
     WriteItemType,
+)
+from reshard.plans.wire import (
+    decode_answer,
+    decode_load_plan,
+    decode_save_plans,
+    encode_answer,
+    encode_load_plan,
+    encode_save_plan,
 )
 from support.fake_ranks import distributed, mesh_of, on_each_rank
 from support.memory_storage import plan_load, plan_save, save_in_memory

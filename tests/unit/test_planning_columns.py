@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from reshard.columnar.writes import RowBuilder
 from reshard.planning.columns import (
     DTYPE_CODES,
     DTYPE_ITEMSIZES,
@@ -16,6 +15,7 @@ from reshard.planning.columns import (
     pad_rows,
     widen,
 )
+from reshard.plans.write_items import RowBuilder
 
 
 def three_rows() -> WriteColumns:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.columnar.writes import RowBuilder
 from reshard.planning.columns import SHARD, TENSOR, WriteColumns
 from reshard.planning.packing import (
     pack_array,
@@ -20,6 +19,7 @@ from reshard.planning.packing import (
     unpack_placement,
     unpack_schema,
 )
+from reshard.plans.write_items import RowBuilder
 
 LIMITS = [
     (0, 255, 1),

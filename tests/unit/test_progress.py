@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress as Bar
 
-from reshard import progress
-from reshard.progress import Progress, watched
+from reshard.engine import progress
+from reshard.engine.progress import Progress, watched
 
 
 class Terminal(io.StringIO):
@@ -84,7 +84,7 @@ def test_without_a_terminal_a_long_save_is_logged(
     monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=io.StringIO()))
     with (
-        caplog.at_level(logging.INFO, "reshard.progress"),
+        caplog.at_level(logging.INFO, "reshard.engine.progress"),
         watched("saving step-1", 1000, is_coordinator=True) as shown,
     ):
         shown.advance(500)

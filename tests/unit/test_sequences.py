@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.columnar.chunks import ChunkList, chunk_columns
-from reshard.columnar.reads import ReadItems, read_columns
-from reshard.columnar.writes import RowBuilder, WriteItems, write_columns
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex
 from reshard.planner import LoadItemType, ReadItem, WriteItem, WriteItemType
 from reshard.planning.columns import DTYPES, SHARD
-from reshard.sequences import LazyList
+from reshard.plans.chunk_lists import ChunkList, chunk_columns
+from reshard.plans.lazy_list import LazyList
+from reshard.plans.read_items import ReadItems, read_columns
+from reshard.plans.write_items import RowBuilder, WriteItems, write_columns
 
 
 class Words(LazyList[str]):

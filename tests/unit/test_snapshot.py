@@ -1,4 +1,4 @@
-"""reshard.tensors.snapshot: copies of state dicts, down to who shares memory with whom."""
+"""reshard.snapshots.snapshot: copies of state dicts, down to who shares memory with whom."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from reshard.api import UnsupportedLayoutError
-from reshard.per_rank import PerRank, per_rank
-from reshard.tensors.snapshot import Layout, survey
+from reshard.rank_values import PerRank, per_rank
+from reshard.snapshots.snapshot import Layout, survey
 from support.fake_ranks import as_rank, distributed, mesh_of
 from support.mappings import View
 from support.subclasses import Opaque, Scaled, Tagged

@@ -16,7 +16,7 @@ import torch
 
 import reshard.staging
 from reshard.api import UnsupportedLayoutError
-from reshard.engine.segments import Segment, map_segment
+from reshard.snapshots.segments import Segment, map_segment
 from reshard.staging import (
     AsyncStager,
     BlockingAsyncStager,

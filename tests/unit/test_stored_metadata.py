@@ -1,4 +1,4 @@
-"""reshard.stored_metadata: metadata that reads itself from the checkpoint."""
+"""reshard.checkpoint.stored_metadata: metadata that reads itself from the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import reshard
+from reshard.checkpoint.stored_metadata import StoredMetadata, can_be_read_back, refer_to
 from reshard.metadata import Metadata
-from reshard.stored_metadata import StoredMetadata, can_be_read_back, refer_to
 
 
 def save(path: Path, value: float = 1.0) -> tuple[reshard.FileSystemWriter, Metadata]:
@@ -23,7 +23,7 @@ def save(path: Path, value: float = 1.0) -> tuple[reshard.FileSystemWriter, Meta
 def reference(path: Path) -> tuple[Metadata, Metadata]:
     writer, metadata = save(path)
     assert can_be_read_back(metadata)
-    return refer_to(writer, writer.save_id), metadata
+    return refer_to(writer.open_store(), writer.save_id, writer.storage_meta()), metadata
 
 
 def test_it_is_what_the_save_returned(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_it_travels_unread_and_can_be_replaced_and_changed(tmp_path: Path) -> No
 
 def test_a_writer_that_is_used_again_does_not_change_it(tmp_path: Path) -> None:
     writer, _ = save(tmp_path / "a")
-    stored = refer_to(writer, writer.save_id)
+    stored = refer_to(writer.open_store(), writer.save_id, writer.storage_meta())
     reshard.save({"v": 1}, checkpoint_id=tmp_path / "b", storage_writer=writer)
 
     assert list(stored.state_dict_metadata) == ["w"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from reshard.allocation import elements_spanned
+from reshard.tensors.allocation import elements_spanned
 from reshard.tensors.shards import HeldShards, held_shards, is_dense, is_sharded
 
 __all__ = ["pack", "unpack"]

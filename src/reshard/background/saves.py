@@ -15,14 +15,14 @@ from reshard.api import CheckpointException, _text_of, _wrap_exception
 from reshard.background.backlog import SaveFuture, WhenBusy, backlog, place_of
 from reshard.background.handover import pack, unpack
 from reshard.background.worker import FailedThere, Request, Worker, describe_script, main_module
-from reshard.composites import unfolded
+from reshard.checkpoint.stored_metadata import StoredMetadata, can_be_read_back, refer_to
 from reshard.coordination.channel import Channel, SoloChannel
 from reshard.coordination.meeting import Meeting, call_meeting, check_meeting
 from reshard.default_planner import DefaultSavePlanner, PlanCache
 from reshard.filesystem import FileSystemWriter
 from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.operations.save import SaveJob, SaveOperation, choose_writer
 from reshard.planner import SavePlanner
-from reshard.save_operation import SaveJob, SaveOperation, choose_writer
 from reshard.staging import (
     AsyncStager,
     DefaultStager,
@@ -32,7 +32,7 @@ from reshard.staging import (
     staging_pool,
 )
 from reshard.storage import StorageWriter
-from reshard.stored_metadata import StoredMetadata, can_be_read_back, refer_to
+from reshard.tensors.composites import unfolded
 
 __all__ = ["BackgroundSave", "worker_of_this_process"]
 
@@ -360,5 +360,7 @@ def _lightened(metadata: Metadata, operation: SaveOperation) -> Metadata:
         return metadata
     if isinstance(operation.writer, FileSystemWriter) and can_be_read_back(metadata):
         save_id = metadata.storage_meta.save_id  # type: ignore[union-attr]
-        return refer_to(operation.writer, str(save_id))
+        return refer_to(
+            operation.writer.open_store(), str(save_id), operation.writer.storage_meta()
+        )
     return metadata

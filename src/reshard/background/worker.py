@@ -33,8 +33,8 @@ import torch
 from reshard.api import WorkerLostError
 from reshard.coordination.channel import decode_error, encode_error
 from reshard.coordination.meeting import Meeting
-from reshard.engine.segments import Segment, map_segment
 from reshard.metadata import Metadata
+from reshard.snapshots.segments import Segment, map_segment
 
 __all__ = ["FailedThere", "Request", "Worker", "describe_script"]
 

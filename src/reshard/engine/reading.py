@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from reshard.allocation import elements_spanned
 from reshard.api import CorruptCheckpointError
 from reshard.engine.collector import paused_collection
 from reshard.engine.memory import Staging, byte_view, is_direct
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Hasher, checksum
 from reshard.stores.protocol import CutShortError, Reader
+from reshard.tensors.allocation import elements_spanned
 
 __all__ = ["Request", "Verify", "read_bytes", "read_regions"]
 

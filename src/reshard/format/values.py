@@ -30,7 +30,6 @@ import msgspec
 import numpy as np
 import torch
 
-from reshard.allocation import is_allocated
 from reshard.api import (
     CorruptCheckpointError,
     UnsafeValueError,
@@ -38,6 +37,7 @@ from reshard.api import (
     UnsupportedLayoutError,
 )
 from reshard.planning.columns import MOST_DIMS
+from reshard.tensors.allocation import is_allocated
 
 __all__ = ["MAGIC", "Whole", "decode_value", "encode_value", "is_pickled"]
 

@@ -16,9 +16,9 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from reshard.allocation import is_allocated
 from reshard.api import PlanError, UnsupportedLayoutError
 from reshard.metadata import STATE_DICT_TYPE, MetadataIndex
+from reshard.tensors.allocation import is_allocated
 from reshard.tensors.foreign import to_chunk
 from reshard.tensors.layout import Cut, Region, local_regions
 from reshard.tensors.wrappers import is_composite

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from reshard.api import CheckpointException
-from reshard.composites import KIND, StoredShards, assemble, region_name, stored_shards
 from reshard.format.values import encode_value
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from reshard.tensors.composites import KIND, StoredShards, assemble, region_name, stored_shards
 from reshard.tensors.flatten import StatePath, flatten_state_dict, get_element, set_element
 from reshard.tensors.likeness import device_of, empty_like_parameter, own_region, with_local
 from reshard.tensors.modules import (

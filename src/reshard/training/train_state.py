@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from reshard.api import CheckpointException
-from reshard.composites import KIND
 from reshard.format.values import Whole
 from reshard.metadata import Metadata
-from reshard.per_rank import OnResize, PerRank, per_rank
+from reshard.rank_values import OnResize, PerRank, per_rank
 from reshard.stateful import is_stateful
+from reshard.tensors.composites import KIND
 from reshard.tensors.modules import load_model_state, model_state
 from reshard.training.optimizers import OptimizerReport, OptimizerStates
 from reshard.training.randomness import random_state, restore_random_state

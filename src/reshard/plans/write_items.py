@@ -25,7 +25,7 @@ from reshard.planning.columns import (
     pad_rows,
 )
 from reshard.planning.packing import pack_placement, pack_schema, unpack_placement, unpack_schema
-from reshard.sequences import LazyList
+from reshard.plans.lazy_list import LazyList
 
 __all__ = [
     "PINNED",

@@ -14,7 +14,7 @@ from reshard.metadata import MetadataIndex
 from reshard.planner import LoadItemType, ReadItem
 from reshard.planning.columns import Ints
 from reshard.planning.packing import pack_array, pack_compressed, unpack_array, unpack_compressed
-from reshard.sequences import LazyList
+from reshard.plans.lazy_list import LazyList
 
 __all__ = ["ReadColumns", "ReadItems", "pack_read_columns", "read_columns", "unpack_read_columns"]
 

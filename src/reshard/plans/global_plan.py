@@ -15,8 +15,6 @@ import torch
 import xxhash
 
 from reshard.api import CoverageError
-from reshard.columnar.chunks import ChunkList, stack_chunks
-from reshard.columnar.writes import WriteItems, properties_of, write_columns
 from reshard.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -38,6 +36,8 @@ from reshard.planning.global_plan import (
     stack,
 )
 from reshard.planning.packing import pack_placement, pack_schema
+from reshard.plans.chunk_lists import ChunkList, stack_chunks
+from reshard.plans.write_items import WriteItems, properties_of, write_columns
 from reshard.tensors.flatten import PathMap, StatePath
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "chunk_table",
     "combine_plans",
     "dedup_save_plans",
+    "dedup_tensors",
     "make_global_plan",
     "merge_paths",
     "plan_fingerprint",
@@ -89,6 +90,11 @@ def dedup_save_plans(
         _select(plan, rows, None)
         for plan, rows in zip(all_plans, _rows_by_rank(table, keep), strict=True)
     ]
+
+
+def dedup_tensors(all_plans: list[SavePlan]) -> list[SavePlan]:
+    """The plans with each chunk left on the first rank that has it."""
+    return dedup_save_plans(all_plans, save_to_lowest_rank=True)
 
 
 def _answer(

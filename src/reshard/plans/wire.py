@@ -17,9 +17,6 @@ import msgspec
 import numpy as np
 
 from reshard.api import CheckpointException
-from reshard.columnar.reads import ReadItems, pack_read_columns, read_columns, unpack_read_columns
-from reshard.columnar.writes import WriteItems, write_columns
-from reshard.contents import Placement, WriteResults, WrittenFile
 from reshard.planner import LoadPlan, SavePlan, WriteItem
 from reshard.planning.packing import (
     pack_array,
@@ -29,6 +26,9 @@ from reshard.planning.packing import (
     unpack_placement,
     unpack_schema,
 )
+from reshard.plans.read_items import ReadItems, pack_read_columns, read_columns, unpack_read_columns
+from reshard.plans.results import Placement, WriteResults, WrittenFile
+from reshard.plans.write_items import WriteItems, write_columns
 from reshard.storage import WriteResult
 from reshard.tensors.flatten import PathMap
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from reshard.api import CheckpointException, CorruptCheckpointError
-from reshard.columnar.chunks import ChunkList
-from reshard.columnar.writes import WriteItems, flags_of, properties_from, write_columns
 from reshard.format.manifest import Manifest, decode_manifest
 from reshard.format.values import decode_value, encode_value, is_pickled
-from reshard.global_save import ChunkTable, chunk_table
 from reshard.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -27,15 +23,15 @@ from reshard.metadata import (
 )
 from reshard.planner import WriteItem
 from reshard.planning.columns import DTYPE_CODES, DTYPES, Ints
-from reshard.sequences import LazyList
+from reshard.plans.chunk_lists import ChunkList
+from reshard.plans.global_plan import ChunkTable, chunk_table
+from reshard.plans.results import PlacedResult, Placement, WriteResults, WrittenFile
+from reshard.plans.write_items import WriteItems, flags_of, properties_from, write_columns
 from reshard.storage import StorageInfo, WriteResult
 from reshard.tensors.flatten import IntKey, PathMap, check_paths
 
 __all__ = [
-    "Placement",
     "StorageTable",
-    "WriteResults",
-    "WrittenFile",
     "check_readable",
     "merge_planner_data",
     "to_manifest",
@@ -44,62 +40,6 @@ __all__ = [
 
 
 logger = logging.getLogger(__name__)
-
-
-class WrittenFile(NamedTuple):
-    """A shard file: its path, its size, and the size and checksum of its header."""
-
-    path: str
-    nbytes: int
-    header_nbytes: int
-    header_checksum: int
-
-
-@dataclass
-class Placement:
-    """Where the items of one rank's plan were written, in the order of the plan."""
-
-    files: list[WrittenFile]
-    file_ids: Ints
-    begins: Ints
-    nbytes: Ints
-    checksums: Ints
-    pickled: Ints
-
-
-@dataclass(frozen=True)
-class PlacedResult(WriteResult):
-    """What became of one item, with all that the manifest says of it."""
-
-    file: WrittenFile
-    checksum: int
-    pickled: int
-
-
-class WriteResults(LazyList[WriteResult]):
-    """What became of the items of a plan, kept as columns."""
-
-    def __init__(self, items: Sequence[WriteItem], placement: Placement) -> None:
-        super().__init__()
-        self.items = items
-        self.placement = placement
-
-    def _column_length(self) -> int:
-        return len(self.placement.begins)
-
-    def _make_one(self, position: int) -> WriteResult:
-        placement = self.placement
-        nbytes = int(placement.nbytes[position])
-        file = placement.files[int(placement.file_ids[position])]
-        info = StorageInfo(file.path, int(placement.begins[position]), nbytes)
-        return PlacedResult(
-            self.items[position].index,
-            nbytes,
-            info,
-            file,
-            int(placement.checksums[position]),
-            int(placement.pickled[position]),
-        )
 
 
 def to_manifest(

@@ -12,11 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from reshard.api import CheckpointException, CheckpointNotFoundError
-from reshard.checkpoint_files import read_manifest
-from reshard.contents import StorageTable, to_metadata
-from reshard.filesystem import FileSystemWriter
+from reshard.checkpoint.contents import StorageTable, to_metadata
+from reshard.checkpoint.directory import read_manifest
 from reshard.metadata import Metadata, StorageMeta
-from reshard.storage import StorageWriter
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
 from reshard.tensors.flatten import PathMap
@@ -115,15 +113,9 @@ def can_be_read_back(metadata: Metadata | None) -> bool:
     )
 
 
-def refer_to(writer: StorageWriter, save_id: str) -> Metadata:
-    """The metadata of the checkpoint that `writer` has just committed."""
-    if not isinstance(writer, FileSystemWriter):
-        raise TypeError(f"what {type(writer).__name__} wrote cannot be read back by its own")
-    meta = writer.storage_meta()
-    if type(writer).open_store is FileSystemWriter.open_store:
-        # The writer may be used for another place by the time that somebody looks.
-        return StoredMetadata(
-            _Source(partial(LocalStore, os.path.abspath(writer.path)), save_id, meta)
-        )
-    store = writer.open_store()
-    return StoredMetadata(_Source(lambda: store, save_id, meta))
+def refer_to(store: Store, save_id: str, storage_meta: StorageMeta | None) -> Metadata:
+    """The metadata of the checkpoint of `save_id`, which was just committed in `store`."""
+    open_store: Callable[[], Store] = lambda: store  # noqa: E731
+    if type(store) is LocalStore:
+        open_store = partial(LocalStore, os.path.abspath(store.location))
+    return StoredMetadata(_Source(open_store, save_id, storage_meta))

@@ -14,10 +14,16 @@ from typing import Any
 
 import msgspec
 
-from reshard.api import PlanError, StalePlanError
-from reshard.columnar.writes import WriteItems
+from reshard.api import StalePlanError
+from reshard.checkpoint.stored_metadata import can_be_read_back, refer_to
 from reshard.coordination.channel import Channel
-from reshard.coordination.plan_wire import (
+from reshard.default_planner import DefaultSavePlanner
+from reshard.engine.collector import paused_collection, paused_in_front
+from reshard.filesystem import FileSystemWriter
+from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.operations.user_calls import refuse_dcp
+from reshard.planner import SavePlan, SavePlanner
+from reshard.plans.wire import (
     decode_answer,
     decode_results,
     decode_save_plans,
@@ -25,14 +31,9 @@ from reshard.coordination.plan_wire import (
     encode_results,
     encode_save_plan,
 )
-from reshard.default_planner import DefaultSavePlanner
-from reshard.engine.collector import paused_collection, paused_in_front
-from reshard.filesystem import FileSystemWriter
-from reshard.metadata import STATE_DICT_TYPE, Metadata
-from reshard.per_rank import name_rank_values
-from reshard.planner import SavePlan, SavePlanner
+from reshard.plans.write_items import WriteItems
+from reshard.rank_values import name_rank_values
 from reshard.storage import StorageWriter, takes_any_keyword
-from reshard.stored_metadata import can_be_read_back, refer_to
 
 __all__ = ["SaveJob", "SaveOperation", "choose_writer"]
 
@@ -122,11 +123,10 @@ class SaveOperation:
 
     def _begin(self) -> str:
         """Claim the place, before any rank writes; the id of the save."""
-        return self.writer.begin() if isinstance(self.writer, FileSystemWriter) else ""
+        return self.writer.begin_save()
 
     def _join(self, save_id: str) -> None:
-        if isinstance(self.writer, FileSystemWriter):
-            self.writer.join(save_id, self.channel.rank)
+        self.writer.join_save(save_id, self.channel.rank)
 
     def _discard(self) -> None:
         """Free the space that the failed save took; a retry may need it."""
@@ -134,9 +134,9 @@ class SaveOperation:
             # The coordinator may have committed it; the next save cleans up if it has not.
             return
         writer = self._job.writer if self._job is not None else None
-        if isinstance(writer, FileSystemWriter):
+        if writer is not None:
             try:
-                writer.discard()
+                writer.discard_save()
             except Exception as error:  # noqa: BLE001 - why the save failed is what counts
                 logger.warning("could not remove the files of a failed save: %s", error)
 
@@ -253,7 +253,11 @@ class SaveOperation:
             return self.metadata
         kind, data = outcome[:1], outcome[1:]
         if kind == b"s":
-            return refer_to(self.writer, data.decode())
+            return refer_to(
+                self.writer.open_store(),  # type: ignore[attr-defined]
+                data.decode(),
+                self.writer.storage_meta(),
+            )
         metadata: Metadata = pickle.loads(data)
         return metadata
 
@@ -295,18 +299,5 @@ class SaveOperation:
 
     def finish_alone(self, messages: Sequence[bytes]) -> list[bytes]:
         self.channel.seal()
-        if isinstance(self.writer, FileSystemWriter):
-            self.writer.finish_parts()
+        self.writer.finish_parts()
         return [b""] * len(messages)
-
-
-def refuse_dcp(*objects: object) -> None:
-    """Raise for planners and storages that derive from those of DCP and not from ours."""
-    for used in objects:
-        for base in type(used).__mro__:
-            if base.__module__.startswith("torch.distributed.checkpoint"):
-                raise PlanError(
-                    f"{type(used).__name__} derives from {base.__module__}.{base.__qualname__}: "
-                    "derive it from the class of that name in reshard (under reshard.patch(), "
-                    "import the module that defines it after the patch)"
-                )

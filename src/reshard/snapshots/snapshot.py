@@ -24,8 +24,8 @@ from torch.distributed._shard.sharding_spec import ShardMetadata  # type: ignore
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from reshard.allocation import elements_spanned
 from reshard.api import StateDictError, UnsupportedLayoutError
+from reshard.tensors.allocation import elements_spanned
 from reshard.tensors.shards import check_allocated, is_dense
 from reshard.tensors.wrappers import joined, parts_of
 

@@ -11,7 +11,7 @@ import torch
 from reshard.metadata import ChunkStorageMetadata
 from reshard.planning.columns import Ints
 from reshard.planning.packing import pack_array, unpack_array
-from reshard.sequences import LazyList
+from reshard.plans.lazy_list import LazyList
 
 __all__ = ["ChunkList", "chunk_columns", "stack_chunks"]
 

@@ -10,16 +10,14 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
 from reshard.api import CorruptCheckpointError, PlanError, _noting
-from reshard.columnar.reads import ReadItems
-from reshard.columnar.writes import WriteItems
-from reshard.contents import StorageTable
-from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from reshard.checkpoint.contents import StorageTable
 from reshard.engine.collector import paused_collection
 from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.reading import Request, Verify, read_bytes
@@ -37,6 +35,9 @@ from reshard.planner import (
     WriteItemType,
 )
 from reshard.planning.columns import BYTES, DTYPES
+from reshard.plans.read_items import ReadItems
+from reshard.plans.traits import load_traits, save_traits
+from reshard.plans.write_items import WriteItems
 from reshard.stores.protocol import Reader, Store
 from reshard.tensors.shards import check_allocated, is_plain, whole_local_tensor
 
@@ -56,12 +57,7 @@ def contents_of(
     """What to write for each item, and whether it is a pickle."""
     with paused_collection():
         found = _Contents(planner)
-        if (
-            isinstance(planner, DefaultSavePlanner)
-            and planner.keeps_values()
-            and isinstance(items, WriteItems)
-            and items.untouched
-        ):
+        if save_traits(planner).keeps_values and isinstance(items, WriteItems) and items.untouched:
             found.add_rows(items, planner)
         else:
             for item in items:
@@ -90,7 +86,7 @@ class _Contents:
         nbytes = math.prod(chunk.sizes) * dtype.itemsize
         self._append(key, dtype, chunk.sizes, nbytes, partial(_resolve, self._planner, item))
 
-    def add_rows(self, items: WriteItems, planner: DefaultSavePlanner) -> None:
+    def add_rows(self, items: WriteItems, planner: Any) -> None:
         base, schema = items.base, items.base.schema
         rows = np.arange(len(base)) if items.rows is None else items.rows
         columns = zip(
@@ -287,28 +283,24 @@ Values = list[tuple[ReadItem, int]]
 """Values to read: each with its row in the manifest."""
 
 
-def fills_by_itself(planner: LoadPlanner) -> bool:
-    """Whether no code of the user's is called for a tensor that is read."""
-    return isinstance(planner, DefaultLoadPlanner) and planner.keeps_tensors()
-
-
 def requests_of(
     items: Sequence[ReadItem], planner: LoadPlanner, files: ShardFiles, table: StorageTable
 ) -> tuple[list[Request], Values]:
     """What to read for each item; all files that are needed are checked afterwards."""
     with paused_collection():
         found = _Requests(planner, files, table)
-        if fills_by_itself(planner) and isinstance(items, ReadItems) and items.untouched:
-            found.add_rows(items, planner)  # type: ignore[arg-type]
+        traits = load_traits(planner)
+        if traits.fills_by_itself and isinstance(items, ReadItems) and items.untouched:
+            found.add_rows(items, planner)
         else:
             for item in items:
                 found.add(item)
-        if isinstance(planner, DefaultLoadPlanner):
+        if traits.is_default:
             _count_changes(found.requests, planner)
     return found.requests, found.values
 
 
-def _count_changes(requests: Sequence[Request], planner: DefaultLoadPlanner) -> None:
+def _count_changes(requests: Sequence[Request], planner: Any) -> None:
     """Tell autograd about DTensors and the like, whose local tensors are what is filled."""
     state_dict = getattr(planner, "state_dict", {})
     values = (state_dict.get(name) for name in {request.into for request in requests})
@@ -324,7 +316,7 @@ class _Requests:
         self._planner = planner
         self._files = files
         self._table = table
-        self._plain = isinstance(planner, DefaultLoadPlanner) and planner.fills_in_place()
+        self._plain = load_traits(planner).fills_in_place
 
     def add(self, item: ReadItem) -> None:
         name, m = item.storage_index.fqn, self._table.manifest
@@ -358,7 +350,7 @@ class _Requests:
             )
         )
 
-    def add_rows(self, items: ReadItems, planner: DefaultLoadPlanner) -> None:
+    def add_rows(self, items: ReadItems, planner: Any) -> None:
         """The same for many items at once, of which most fill a whole local tensor."""
         base, table, m = items.base, self._table, self._table.manifest
         firsts = np.array([table.first_chunk(name) for name in base.names], dtype=np.int64)

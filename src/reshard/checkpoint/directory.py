@@ -16,7 +16,7 @@ from reshard.api import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from reshard.contents import merge_planner_data, to_manifest, to_metadata
+from reshard.checkpoint.contents import merge_planner_data, to_manifest, to_metadata
 from reshard.format.manifest import (
     MANIFEST_LIMIT_BYTES,
     Manifest,

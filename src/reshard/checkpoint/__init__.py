@@ -1,0 +1,1 @@
+"""A checkpoint as files: names, manifest and metadata, what is read and written."""

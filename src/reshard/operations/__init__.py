@@ -1,0 +1,1 @@
+"""The phases of a save and of a load, top down."""

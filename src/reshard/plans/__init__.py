@@ -1,0 +1,1 @@
+"""Items as columns: the only place that turns objects into columns and back."""

@@ -1,0 +1,79 @@
+"""What a planner is known for: which of its steps are the default ones, and which a user's.
+
+Asked once for each operation. Nothing outside of this room compares methods of planners, or asks
+whether a planner is one of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+__all__ = ["LoadTraits", "SaveTraits", "default_step", "load_traits", "save_traits"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def default_step(method: F) -> F:
+    """Mark a method of a default planner. A subclass that overrides it has one without the mark."""
+    method._is_default_step = True  # type: ignore[attr-defined]
+    return method
+
+
+def _has_default(planner: object, *steps: str) -> bool:
+    methods = (getattr(type(planner), step, None) for step in steps)
+    return all(getattr(method, "_is_default_step", False) for method in methods)
+
+
+@dataclass(frozen=True)
+class SaveTraits:
+    """What is known of a save planner."""
+
+    is_default: bool
+    """Derives from the default planner, so that it has a plan cache."""
+    keeps_values: bool
+    """Writes values as they are: equal memory is equal data, and no user code runs in threads."""
+    keeps_local_plan: bool
+    """Plans with the same fingerprint are the same plan."""
+    keeps_answers: bool
+    """What a rank writes is what the coordinator answered."""
+
+
+def save_traits(planner: object) -> SaveTraits:
+    """The traits of a save planner, whoever wrote it."""
+    return SaveTraits(
+        is_default=getattr(planner, "_is_default_planner", False),
+        keeps_values=_has_default(planner, "resolve_data", "lookup_object", "transform_object"),
+        keeps_local_plan=_has_default(planner, "create_local_plan"),
+        keeps_answers=_has_default(planner, "finish_plan", "create_global_plan"),
+    )
+
+
+@dataclass(frozen=True)
+class LoadTraits:
+    """What is known of a load planner."""
+
+    is_default: bool
+    """Derives from the default planner, so that it has its settings, and composite tensors."""
+    fills_in_place: bool
+    """Tensors need no further step once they are filled."""
+    fills_by_itself: bool
+    """The tensors of the state dict are filled as they are: no user code runs for them."""
+    plans_alone: bool
+    """The global step changes nothing, so that plans need not travel."""
+    decodes_values: bool
+    """Stored values are read by our own code, not by a planner written for DCP."""
+
+
+def load_traits(planner: object) -> LoadTraits:
+    """The traits of a load planner, whoever wrote it."""
+    in_place = _has_default(planner, "commit_tensor")
+    return LoadTraits(
+        is_default=getattr(planner, "_is_default_planner", False),
+        fills_in_place=in_place,
+        fills_by_itself=in_place
+        and _has_default(planner, "resolve_tensor", "lookup_tensor", "transform_tensor"),
+        plans_alone=_has_default(planner, "create_global_plan"),
+        decodes_values=_has_default(planner, "load_bytes"),
+    )

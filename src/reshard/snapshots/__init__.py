@@ -1,0 +1,1 @@
+"""Copies of a state that training can no longer change."""
