@@ -56,7 +56,7 @@ from reshard.plans.global_plan import (
     validate,
 )
 from reshard.plans.traits import default_step, load_traits, save_traits
-from reshard.tensors.composites import CompositeTargets, expand_for_save
+from reshard.tensors.composites import KIND, CompositeTargets, expand_for_save, stored_shards
 from reshard.tensors.flatten import (
     PathMap,
     Rules,
@@ -172,8 +172,10 @@ class DefaultSavePlanner(SavePlanner):
             return SavePlan([], usable=False, fingerprint=self.plan.fingerprint + answer)
         return self.plan
 
+    def final_plans(self, answers: list[SavePlan]) -> list[SavePlan]:
+        return [a if a.usable else self.global_plan[rank] for rank, a in enumerate(answers)]
+
     def forget_cached_plans(self) -> None:
-        """Plan from scratch next time. To be called on every rank."""
         self._cache.__init__(self._cache.key)  # type: ignore[misc]
 
     def remember_in(self, caches: dict[str, PlanCache]) -> None:
@@ -383,8 +385,31 @@ class DefaultLoadPlanner(LoadPlanner):
         else:
             self.state_dict[fqn] = loaded
 
+    @property
+    def covered_prefixes(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.composites.covers
+
+    def values_to_check(self) -> list[str]:
+        return list(self._descriptions().values())
+
+    def check_values(self, values: Mapping[str, bytes]) -> None:
+        for name, stored in self._descriptions().items():
+            if stored in values:
+                self.composites.check(name, decode_value(values[stored], name))
+
+    def _descriptions(self) -> dict[str, str]:
+        """The entries that say what composite tensors are, and the names they are stored under."""
+        wanted = [name for name in self.state_dict if name.endswith(f".{KIND}")]
+        if not wanted or self.metadata is None:
+            return {}
+        entries, composites = self.metadata.state_dict_metadata, stored_shards(self.metadata)
+        return {
+            name: entries[name].alias_of or name
+            for name in wanted
+            if name.removesuffix(f".{KIND}") in composites and not self.excludes(name)
+        }
+
     def finish_load(self) -> None:
-        """Do what is left to do when all is read. Called once, after the last tensor."""
         self.composites.finish()
 
     @default_step

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api import CheckpointException, CoverageError, MissingKeyError
-from reshard.background.backlog import backlog, place_of
+from reshard.background.queue import save_queue
 from reshard.default_planner import DefaultLoadPlanner
 from reshard.metadata import (
     STATE_DICT_TYPE,
@@ -20,6 +20,7 @@ from reshard.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from reshard.operations.targets import comparable_place
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem
 from reshard.plans.building import create_read_items_for_chunk_list
 from reshard.state_dict_loader import _load_state_dict
@@ -46,7 +47,7 @@ def load_sharded_optimizer_state_dict(
     with `optimizer_key` as its only key. State of a parameter that `model_state_dict`
     does not have is cut along its first dimension over all ranks.
     """
-    backlog().settle(place_of(storage_reader))
+    save_queue().settle(comparable_place(getattr(storage_reader, "checkpoint_id", None)))
     metadata = storage_reader.read_metadata()
     paths = metadata.planner_data
     if not isinstance(paths, Mapping):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import io
 import math
-from collections.abc import MutableSequence
+from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -171,6 +171,16 @@ class SavePlanner(abc.ABC):
         Memory for a transformed value is best allocated here, not earlier.
         """
 
+    def final_plans(self, answers: list[SavePlan]) -> list[SavePlan]:
+        """What each rank writes, on the coordinator, given what it was answered.
+
+        For planners that cache: an answer with `usable=False` stands for an earlier plan.
+        """
+        return answers
+
+    def forget_cached_plans(self) -> None:  # noqa: B027
+        """Plan from scratch next time. For planners that cache; called on every rank."""
+
 
 class LoadPlanner:
     """Decides what each rank reads, and where to.
@@ -190,6 +200,9 @@ class LoadPlanner:
     Most planners extend `DefaultLoadPlanner` and override one or two methods;
     `examples/` holds the usual ones.
     """
+
+    covered_prefixes: tuple[str, ...] = ()
+    """What stored names begin with that the planner takes care of under another name."""
 
     @abc.abstractmethod
     def set_up_planner(
@@ -237,3 +250,22 @@ class LoadPlanner:
     @abc.abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Called once `tensor`, as `resolve_tensor` returned it, holds the data."""
+
+    def excludes(self, fqn: str) -> bool:
+        """Whether a key of the state dict is to stay as it is."""
+        return False
+
+    def values_to_check(self) -> list[str]:
+        """Stored values, by name, that must be looked at before anything is loaded.
+
+        Called after `create_local_plan`.
+        """
+        return []
+
+    def check_values(self, values: Mapping[str, bytes]) -> None:
+        """Raise if stored values do not fit. Those that the storage cannot read early are left
+        out.
+        """
+
+    def finish_load(self) -> None:
+        """Do what is left to do when all is read. Called once, after the last tensor."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from reshard.engine.process_wide import ProcessWide
 from reshard.metadata import STATE_DICT_TYPE
 from reshard.snapshots.segments import Segment
 from reshard.snapshots.snapshot import Layout, Survey, addresses_in, survey
@@ -318,12 +319,8 @@ def _wait_for_devices(plan: Survey) -> None:
             torch.accelerator.current_stream(device).synchronize()
 
 
-_pool = StagingPool()
-
-
-def staging_pool() -> StagingPool:
-    """The pool of this process."""
-    return _pool
+staging_pool = ProcessWide(StagingPool, StagingPool.close)
+"""The pool of this process."""
 
 
 class DefaultStager(AsyncStager):

@@ -1,37 +1,28 @@
-"""The story of a save."""
+"""Saving: `save`, `async_save`, and what belongs to them."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from reshard.api import _noting
-from reshard.background.backlog import WhenBusy, backlog, place_of
-from reshard.background.saves import BackgroundSave, worker_of_this_process
-from reshard.coordination.channel import (
-    DEFAULT_TIMEOUT_SECONDS,
-    UNKNOWN,
-    Channel,
-    Intent,
-    open_channel,
-    telling_others,
-)
-from reshard.default_planner import DefaultSavePlanner
-from reshard.filesystem import FileSystemWriter
+from reshard.background.queue import WhenBusy, save_queue
+from reshard.background.trainer import BackgroundOptions, save_later
+from reshard.background.worker import worker_of_this_process
+from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS
+from reshard.engine.process_wide import release_all
 from reshard.metadata import STATE_DICT_TYPE, Metadata
-from reshard.operations.save import SaveJob, SaveOperation, choose_writer
-from reshard.operations.user_calls import _api_bc_check
+from reshard.operations.ranks import Ranks
+from reshard.operations.save import save_now
+from reshard.operations.targets import SaveTarget
+from reshard.operations.user_calls import _api_bc_check, ask_for_states
 from reshard.planner import SavePlanner
 from reshard.staging import AsyncStager, staging_pool
 from reshard.stateful import Stateful as Stateful
-from reshard.stateful import is_stateful
 from reshard.storage import StorageWriter
 
 __all__ = [
@@ -69,12 +60,13 @@ def save(
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.
     """
-    intent = _intent("save", storage_writer, checkpoint_id, use_collectives)
-    channel = open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds, intent)
-    with telling_others(channel):
-        backlog().wait_for_users(storage_writer, planner)
-        writer = choose_writer(storage_writer, checkpoint_id)
-    return _save(state_dict, writer, planner, channel, use_collectives)
+    return save_now(
+        state_dict,
+        SaveTarget(storage_writer, checkpoint_id),
+        planner,
+        Ranks(process_group, no_dist, timeout_seconds=timeout_seconds),
+        use_collectives,
+    )
 
 
 def save_state_dict(
@@ -103,72 +95,14 @@ def _save_state_dict(
     use_collectives: bool = True,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
-    intent = _intent("save", storage_writer, None, use_collectives)
-    channel = open_channel(
-        process_group, _use_dist(no_dist), coordinator_rank, timeout_seconds, intent
+    """The same without a warning, as tools of other projects call it."""
+    return save_now(
+        state_dict,
+        SaveTarget(storage_writer, None),
+        planner,
+        Ranks(process_group, no_dist, coordinator_rank, timeout_seconds),
+        use_collectives,
     )
-    return _save(state_dict, storage_writer, planner, channel, use_collectives)
-
-
-def _save(
-    state_dict: STATE_DICT_TYPE,
-    storage_writer: StorageWriter,
-    planner: SavePlanner | None,
-    channel: Channel,
-    use_collectives: bool,
-) -> Metadata:
-    def check() -> None:
-        backlog().raise_unseen()
-        backlog().settle(place_of(storage_writer))
-
-    def prepare() -> SaveJob:
-        return SaveJob(
-            _stateful_to_state_dict(state_dict), storage_writer, planner or DefaultSavePlanner()
-        )
-
-    with channel:
-        return SaveOperation(prepare, channel, use_collectives, check).run()
-
-
-def _intent(
-    what: str,
-    writer: StorageWriter | None,
-    checkpoint_id: str | os.PathLike[str] | None,
-    use_collectives: bool,
-) -> Intent:
-    """What a call is about to do, in the same words on all ranks."""
-    if not use_collectives:
-        what += " without collectives"
-    if writer is not None and not isinstance(writer, FileSystemWriter):
-        # Other storages may have a place for each rank.
-        return Intent(what, what)
-    chosen = writer.checkpoint_id if checkpoint_id is None and writer else checkpoint_id
-    # What is wrong with the arguments of this rank is told to all when they are used.
-    if not chosen or not isinstance(chosen, str | os.PathLike):
-        return UNKNOWN
-    try:
-        what += f" to {place_of(SimpleNamespace(checkpoint_id=chosen))!r}"
-    except (OSError, ValueError):
-        return UNKNOWN
-    return Intent(what, what)
-
-
-def _use_dist(no_dist: bool) -> bool:
-    return not no_dist and dist.is_available() and dist.is_initialized()
-
-
-def _stateful_to_state_dict(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(
-            f"a state dict is a dict, not a {type(state_dict).__name__}: save "
-            "{'model': model} in place of model"
-        )
-    states = dict(state_dict)
-    for key, value in state_dict.items():
-        if is_stateful(value):
-            with _noting(f"asking {key!r} for its state"):
-                states[key] = value.state_dict()
-    return states
 
 
 class AsyncCheckpointerType(Enum):
@@ -225,21 +159,20 @@ def async_save(
     """
     if when_busy not in ("wait", "refuse"):
         raise ValueError(f"when_busy is 'wait' or 'refuse', not {when_busy!r}")
-    in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
-    how = "async save in a process" if in_process else "async save"
-    intent = _intent(how, storage_writer, checkpoint_id, use_collectives)
-    save = BackgroundSave(
-        checkpoint_id=checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        in_process=in_process,
-        use_collectives=use_collectives,
-        channel=open_channel(process_group, _use_dist(no_dist), 0, timeout_seconds, intent),
+    kind = AsyncCheckpointerType(async_checkpointer_type)
+    save = save_later(
+        state_dict,
+        SaveTarget(storage_writer, checkpoint_id),
+        planner,
+        Ranks(process_group, no_dist, timeout_seconds=timeout_seconds),
+        BackgroundOptions(
+            in_process=kind is AsyncCheckpointerType.PROCESS,
+            use_collectives=use_collectives,
+            stager=async_stager,
+            when_busy=when_busy,
+        ),
     )
-    future = save.start(lambda: _stateful_to_state_dict(state_dict), async_stager, when_busy)
-    if save.staging is not None:
-        return AsyncSaveResponse(save.staging, future)
-    return future
+    return save.future if save.staging is None else AsyncSaveResponse(save.staging, save.future)
 
 
 def prewarm(
@@ -255,7 +188,7 @@ def prewarm(
     """
     if AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS:
         worker_of_this_process().start()
-    staging_pool().prewarm(_stateful_to_state_dict(state_dict))
+    staging_pool().prewarm(ask_for_states(state_dict))
 
 
 def close() -> None:
@@ -264,7 +197,7 @@ def close() -> None:
     Raises the failure of a background save that nobody has looked at. Not a collective.
     Saves may follow; they take what they need anew.
     """
-    backlog().drain()
-    worker_of_this_process().stop()
-    staging_pool().close()
-    backlog().raise_unseen()
+    queue = save_queue()
+    queue.drain()
+    release_all()
+    queue.raise_unseen()

@@ -141,7 +141,7 @@ def test_a_script_that_ends_lets_a_callback_finish(tmp_path: Path) -> None:
 
 DIES = """
 import reshard, torch
-from reshard.background.saves import worker_of_this_process
+from reshard.background.worker import worker_of_this_process
 from reshard.state_dict_saver import AsyncCheckpointerType
 from support.background import Gate, GatedWriter
 
@@ -187,11 +187,16 @@ def test_a_worker_that_starts_when_its_trainer_has_ended_ends_too(tmp_path: Path
         handle = os.pidfd_open(trainer.pid)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        code = (
-            "import sys; from reshard.background.worker import main; main(*map(int, sys.argv[1:]))"
-        )
+        code = "from reshard.background.worker_main import main; main(*map(int, sys.argv[1:]))"
         outcome = subprocess.run(
-            [sys.executable, "-c", code, str(theirs.fileno()), str(trainer.pid), str(handle)],
+            [
+                sys.executable,
+                "-c",
+                f"import sys; {code}",
+                str(theirs.fileno()),
+                str(trainer.pid),
+                str(handle),
+            ],
             pass_fds=[theirs.fileno(), handle],
             timeout=PROMPTLY,
             check=False,
@@ -204,7 +209,7 @@ def test_a_worker_that_starts_when_its_trainer_has_ended_ends_too(tmp_path: Path
 SIGNALLED = """
 import os, signal, threading
 import reshard, torch
-from reshard.background.saves import worker_of_this_process
+from reshard.background.worker import worker_of_this_process
 from reshard.state_dict_saver import AsyncCheckpointerType
 from support.background import Gate, GatedWriter, wait_until
 

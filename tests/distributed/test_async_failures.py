@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import reshard
 from reshard.api import WorkerLostError
-from reshard.background import saves
-from reshard.background.saves import worker_of_this_process
+from reshard.background import trainer
+from reshard.background.worker import worker_of_this_process
 from reshard.staging import BlockingAsyncStager, DefaultStager
 from reshard.state_dict_saver import AsyncCheckpointerType
 from support.background import (
@@ -324,7 +324,7 @@ def stop_the_worker_of_rank_1(folder: str) -> Any:
     reshard.async_save(values(1.0), **options).result(SECONDS)
     if dist.get_rank() == 1:
         os.kill(worker_of_this_process().start().pid, signal.SIGSTOP)
-    saves._GRACE_SECONDS = 1.0
+    trainer._GRACE_SECONDS = 1.0
     future = reshard.async_save(values(2.0), **options, timeout_seconds=1)
     error = future.exception(PROMPTLY)
     return type(error).__name__, str(error)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import reshard
 from reshard.api import BusyError
-from reshard.background.saves import worker_of_this_process
+from reshard.background.worker import worker_of_this_process
 from reshard.staging import DefaultStager, StagingOptions, staging_pool
 from reshard.state_dict_saver import AsyncCheckpointerType
 from support.background import (

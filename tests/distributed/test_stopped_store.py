@@ -187,7 +187,7 @@ def end_while_it_is_stopped(folder: str, port: int, server: int) -> None:
     dist.barrier()
     began = time.monotonic()
     # What runs at the end of the interpreter.
-    last_answers.wait()
+    last_answers().wait()
     seconds = time.monotonic() - began
     dist.barrier()
     os.kill(server, signal.SIGCONT)

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from reshard.api import WorkerLostError
-from reshard.background import saves, worker
-from reshard.background.worker import Request, Worker, describe_script
+from reshard.background import worker
+from reshard.background.worker import Worker, WorkerRequest, describe_script
 from reshard.coordination.meeting import Meeting
 from reshard.snapshots.segments import Segment
 
@@ -24,7 +24,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_signals_that_hit_a_worker_while_it_starts_do_not_end_it() -> None:
-    started = Worker(saves._serve, describe_script())
+    started = Worker(describe_script())
     for number in SIGNALS:
         os.kill(started.pid, number)
     started.stop()
@@ -37,7 +37,7 @@ def test_starting_a_worker_leaves_the_signals_of_the_thread_as_they_were() -> No
 
     def start() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR2})
-        started = Worker(saves._serve, describe_script())
+        started = Worker(describe_script())
         found.append({int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())})
         started.stop()
 
@@ -49,10 +49,10 @@ def test_starting_a_worker_leaves_the_signals_of_the_thread_as_they_were() -> No
 
 
 def test_a_worker_that_is_lost_says_that_the_outcome_is_not_known() -> None:
-    lost = Worker(saves._serve, describe_script())
+    lost = Worker(describe_script())
     segment = Segment(1)
     os.kill(lost.pid, signal.SIGKILL)
-    request = Request(Meeting(), b"", True, segment.number, frozenset({segment.number}))
+    request = WorkerRequest(Meeting(), b"", segment.number, frozenset({segment.number}))
 
     with pytest.raises(WorkerLostError, match="look at the place before you rely on either"):
         lost.save(request, segment)

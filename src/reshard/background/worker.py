@@ -1,48 +1,50 @@
-"""The process that saves for a rank, beside the trainer and free of its GIL.
+"""The trainer's handle on its worker: the process that saves for it, free of its GIL.
 
-Started once, as a fresh interpreter; it lives as long as the trainer and serves one save
-at a time. It sees the staging memory itself, and meets the workers of the other ranks
-without the trainers' help. When the trainer is gone, however that came about, it ends at
-once, in the middle of a save too: nothing is committed from then on, and the job that takes the
-trainer's place must not find an older save committed over its own.
+A worker is started once, as a fresh interpreter, and serves one save at a time until its trainer
+ends. `worker_main` is what it runs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import multiprocessing.spawn
 import os
 import pickle
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
-from types import FrameType
+from multiprocessing.reduction import send_handle
 from typing import Any
 
-import torch
-
 from reshard.api import WorkerLostError
-from reshard.coordination.channel import decode_error, encode_error
+from reshard.background.queue import save_queue
 from reshard.coordination.meeting import Meeting
-from reshard.metadata import Metadata
-from reshard.snapshots.segments import Segment, map_segment
+from reshard.engine.process_wide import ProcessWide
+from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.operations.targets import SaveTarget
+from reshard.planner import SavePlanner
+from reshard.snapshots.segments import Segment
 
-__all__ = ["FailedThere", "Request", "Worker", "describe_script"]
+__all__ = [
+    "IN_THE_TRAINERS_HANDS",
+    "PackedSave",
+    "Worker",
+    "WorkerKeeper",
+    "WorkerRequest",
+    "worker_of_this_process",
+]
+
+_MAIN = "reshard.background.worker_main"
+
 
 _LAST_WORDS_BYTES = 4000
 _STOP_SECONDS = 10.0
-_NICENESS = 5
-_POLL_SECONDS = 0.2
-_FOR_THE_TRAINER = (
+IN_THE_TRAINERS_HANDS = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -54,27 +56,24 @@ trainer to say."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """A save for the worker. `payload` is only opened there, in front of all ranks."""
+class PackedSave:
+    """What a worker is to save, with what. Its tensors lie in the staging memory."""
+
+    state_dict: STATE_DICT_TYPE
+    target: SaveTarget
+    planner: SavePlanner | None
+    use_collectives: bool
+
+
+@dataclass(frozen=True)
+class WorkerRequest:
+    """A save for the worker. `payload` is a `PackedSave`, opened there, in front of all ranks."""
 
     meeting: Meeting
     payload: bytes
-    use_collectives: bool
     segment: int
     live_segments: frozenset[int]
     limit_seconds: float | None = None
-
-
-Serve = Callable[[Request, torch.Tensor], Metadata]
-"""Carries out a request; module-level, since the worker imports it by its name."""
-
-
-class FailedThere(Exception):  # noqa: N818 - not an error of its own, but the way of one
-    """A save failed in the worker, where the other ranks heard of it."""
-
-    def __init__(self, reason: BaseException) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 def describe_script() -> dict[str, Any]:
@@ -91,13 +90,13 @@ def describe_script() -> dict[str, Any]:
 class Worker:
     """The trainer's side. Used by one thread at a time."""
 
-    def __init__(self, serve: Serve, script: dict[str, Any]) -> None:
+    def __init__(self, script: dict[str, Any]) -> None:
         # Not through multiprocessing, which refuses in a process that is a daemon itself, and
         # imports the user's main module even if nothing in it is needed.
         ours, theirs = socket.socketpair()
         with theirs, _handle_of_this_process() as trainer, _signals_blocked():
             code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; "
+                f"import sys; sys.path[:] = {sys.path!r}; from {_MAIN} import main; "
                 f"main({theirs.fileno()}, {os.getpid()}, {trainer})"
             )
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our own code
@@ -119,7 +118,6 @@ class Worker:
         with contextlib.suppress(OSError):
             # A worker that is dead already is noticed by the save.
             self._pipe.send(script)
-            self._pipe.send(serve)
 
     @property
     def pid(self) -> int:
@@ -129,8 +127,10 @@ class Worker:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def save(self, request: Request, segment: Segment) -> Metadata:
-        """Have a save done. Blocks until it is committed, or raises what went wrong there."""
+    def save(self, request: WorkerRequest, segment: Segment) -> Metadata | bytes:
+        """Have a save done. Blocks until it is committed, or has failed there: then its error,
+        encoded. The other ranks know of that.
+        """
         try:
             if segment.number not in self._known_segments:
                 self._pipe.send(("segment", segment.number, segment.nbytes))
@@ -144,7 +144,7 @@ class Worker:
         except (EOFError, OSError) as error:
             raise self._obituary() from error
         if kind == "failed":
-            raise FailedThere(decode_error(content)[0])
+            return bytes(content)
         metadata: Metadata = pickle.loads(content)
         return metadata
 
@@ -216,99 +216,44 @@ def _signals_blocked() -> Iterator[None]:
 
     Signals for this process are taken by another thread, or wait for a moment.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_TRAINER)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IN_THE_TRAINERS_HANDS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# The worker's side
-
-
-def main(descriptor: int, trainer: int, handle: int | None) -> None:
-    """Serve the trainer at the other end of a socket until it hangs up or ends."""
-    watch = threading.Thread(
-        target=_end_with, args=(trainer, handle), name="reshard-watch", daemon=True
-    )
-    watch.start()
-    # Not ignored, since that would be passed on to children.
-    for number in _FOR_THE_TRAINER:
-        signal.signal(number, _stay)
-    # They were blocked from birth.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_TRAINER)
-    faulthandler.enable()
-    torch.set_num_threads(1)
-    with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
-    pipe = Connection(descriptor)
-    # The trainer is gone when there is nothing more to read.
-    with contextlib.suppress(EOFError, OSError):
-        main_module.learn(pipe.recv())
-        serve: Serve = pipe.recv()
-        _serve_all(pipe, serve)
-    # At once: to take torch apart first would keep the trainer waiting for a second or two.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _stay(number: int, frame: FrameType | None) -> None:
-    """Go on."""
-
-
-def _end_with(trainer: int, handle: int | None) -> None:
-    """End when the trainer has, also if a child of it still holds its end of the socket."""
-    if handle is not None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(handle, selectors.EVENT_READ)
-            selector.select()
-    else:
-        while os.getppid() == trainer:
-            time.sleep(_POLL_SECONDS)
-    os._exit(1)
-
-
-def _serve_all(pipe: Connection, serve: Serve) -> None:
-    segments: dict[int, torch.Tensor] = {}
-    while True:
-        kind, content, *rest = pipe.recv()
-        if kind == "segment":
-            descriptor = recv_handle(pipe)
-            segments[content] = map_segment(descriptor, rest[0])
-            os.close(descriptor)
-            continue
-        request: Request = content
-        for key in [key for key in segments if key not in request.live_segments]:
-            del segments[key]
-        try:
-            answer = "done", pickle.dumps(serve(request, segments[request.segment]))
-        except BaseException as error:  # noqa: BLE001 - raised by the trainer's future
-            answer = "failed", encode_error(error)
-        pipe.send(answer)
-
-
-class MainModule:
-    """The script that the trainer runs, imported only if something of it is needed.
-
-    Its planners and storage classes can be sent to the worker that way; a script that has
-    none of them is not run a second time.
-    """
+class WorkerKeeper:
+    """The worker of this process: started when it is needed, and again if it died."""
 
     def __init__(self) -> None:
-        self._circumstances: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._script: dict[str, Any] = {}
 
-    def learn(self, circumstances: dict[str, Any]) -> None:
-        """Take over the paths of the trainer, and where its script is."""
-        for key in ("init_main_from_name", "init_main_from_path"):
-            if key in circumstances:
-                self._circumstances[key] = circumstances.pop(key)
-        multiprocessing.spawn.prepare(circumstances)
+    def learn_script(self) -> None:
+        """Look at the script that runs now, for a worker that may be started when it has ended."""
+        self._script = describe_script()
 
-    def load(self) -> None:
-        circumstances, self._circumstances = self._circumstances, {}
-        if circumstances:
-            multiprocessing.spawn.prepare(circumstances)
+    def start(self) -> Worker:
+        """The worker, running or on its way."""
+        with self._lock:
+            if self._worker is not None and not self._worker.is_alive:
+                self._worker.stop()
+                self._worker = None
+            if self._worker is None:
+                self._worker = Worker(self._script or describe_script())
+                # It is ended with the process, after the last save.
+                save_queue().watch_exit()
+            return self._worker
+
+    def stop(self) -> None:
+        """End the worker, if there is one."""
+        with self._lock:
+            if self._worker is not None:
+                self._worker.stop()
+                self._worker = None
 
 
-main_module = MainModule()
+worker_of_this_process = ProcessWide(WorkerKeeper, WorkerKeeper.stop)
+"""The worker that saves for this process, if asked to."""

@@ -12,18 +12,18 @@ __all__ = ["agree_on_checkpoint", "announce_load"]
 _MOST_SHOWN = 4
 
 
-def announce_load(opened: StorageMeta | None) -> bytes:
+def announce_load(opened: StorageMeta | None) -> str:
     """Which save a rank has opened, and where. Storages of users need not know that."""
     if opened is None or not opened.save_id:
-        return b""
-    return f"{opened.save_id} at {str(opened.checkpoint_id)!r}".encode()
+        return ""
+    return f"{opened.save_id} at {str(opened.checkpoint_id)!r}"
 
 
-def agree_on_checkpoint(messages: Sequence[bytes]) -> Sequence[bytes]:
+def agree_on_checkpoint(messages: Sequence[str]) -> Sequence[str]:
     """Check that all ranks have opened the same save."""
     first: dict[str, str] = {}
     for rank, message in enumerate(messages):
-        save_id, _, place = message.decode().partition(" at ")
+        save_id, _, place = message.partition(" at ")
         if save_id:
             first.setdefault(save_id, f"rank {rank} the save {save_id} at {place}")
     if len(first) > 1:
@@ -32,4 +32,4 @@ def agree_on_checkpoint(messages: Sequence[bytes]) -> Sequence[bytes]:
             "Pass the same place on all ranks; if it is the same, the checkpoint was replaced "
             "while it was opened: load again"
         )
-    return messages
+    return [""] * len(messages)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
 from reshard.api import CheckpointException, _wrap_exception
 from reshard.coordination.error_wire import decode_error, encode_error
+from reshard.coordination.exchange import Exchange
+from reshard.coordination.last_answers import last_answers
 from reshard.coordination.pairing import UNKNOWN, Intent
 from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
 from reshard.coordination.store_channel import (
@@ -33,8 +35,12 @@ __all__ = [
     "decode_error",
     "encode_error",
     "open_channel",
-    "telling_others",
+    "checking_arguments",
+    "failing_together",
 ]
+
+M = TypeVar("M")
+A = TypeVar("A")
 
 
 class Channel(Protocol):
@@ -46,16 +52,19 @@ class Channel(Protocol):
     outcome_known: bool
     """False on a rank that left without an answer while the coordinator may have committed."""
 
-    def gather_scatter(
+    def exchange(
         self,
-        phase: str,
-        give: Callable[[], bytes],
-        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
-    ) -> bytes:
+        kind: Exchange[M, A],
+        give: Callable[[], M],
+        decide: Callable[[Sequence[M]], Sequence[A]],
+    ) -> A:
         """Each rank gives, the coordinator decides, each rank gets its answer.
 
         If anybody fails, everybody raises one `CheckpointException` that says who.
         """
+
+    def do_together(self, phase: str, work: Callable[[], object]) -> None:
+        """Each rank works; nobody goes on before all are done, and nobody if one has failed."""
 
     def seal(self) -> None:
         """Called by the coordinator right before it commits; raises if a rank has left.
@@ -75,14 +84,23 @@ class SoloChannel:
     is_coordinator = True
     outcome_known = True
 
-    def gather_scatter(
+    def exchange(
         self,
-        phase: str,
-        give: Callable[[], bytes],
-        decide: Callable[[Sequence[bytes]], Sequence[bytes]],
-    ) -> bytes:
-        try:
+        kind: Exchange[M, A],
+        give: Callable[[], M],
+        decide: Callable[[Sequence[M]], Sequence[A]],
+    ) -> A:
+        with self._explained(kind.phase):
             return decide([give()])[0]
+
+    def do_together(self, phase: str, work: Callable[[], object]) -> None:
+        with self._explained(phase):
+            work()
+
+    @contextlib.contextmanager
+    def _explained(self, phase: str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             raise CheckpointException(phase, {0: _wrap_exception(error)}) from error
 
@@ -97,19 +115,37 @@ class SoloChannel:
 
 
 @contextlib.contextmanager
-def telling_others(channel: Channel) -> Iterator[None]:
-    """Work that comes before a rank takes part: if it fails, the other ranks hear why."""
+def failing_together(channel: Channel, phase: str) -> Iterator[None]:
+    """Work of one rank between two exchanges: if it fails, all ranks fail in their next one."""
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - raised below, by all ranks
+        reason = error
+    else:
+        return
+
+    def fail() -> None:
+        raise reason
+
+    channel.do_together(phase, fail)
+
+
+@contextlib.contextmanager
+def checking_arguments(channel: Channel) -> Iterator[None]:
+    """Work that comes before a rank takes part: if it fails, the other ranks hear why.
+
+    Here it is raised as it is: what is wrong is what the caller passed.
+    """
     try:
         yield
     except BaseException as error:
-        reason = error
-
-        def fail() -> bytes:
-            raise reason
-
-        with channel, contextlib.suppress(CheckpointException):
-            channel.gather_scatter("open", fail, lambda messages: messages)
-        raise
+        with (
+            channel,
+            contextlib.suppress(CheckpointException),
+            failing_together(channel, "open"),
+        ):
+            raise
+        raise error
 
 
 def open_channel(
@@ -136,6 +172,8 @@ def open_channel(
         )
     if world_size == 1:
         return SoloChannel()
+    # Before any background save: what waits for those at the end of the process comes first.
+    last_answers()
     origin = dist.distributed_c10d._get_default_store()
     # Numbered per group, since operations on different groups have no common order; and by
     # the store, so that the count goes on where the group is made again over the same one.

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from reshard.coordination.rendezvous import Rendezvous, RendezvousThread
+from reshard.engine.process_wide import ProcessWide
 
 __all__ = ["LastAnswers", "last_answers"]
 
@@ -27,24 +28,27 @@ class LastAnswers:
 
     def __init__(self) -> None:
         self._last: tuple[RendezvousThread, Any, str, int] | None = None
-        self._pid = os.getpid()
+        pid = os.getpid()
         # The functions of atexit run when no thread can be started any more (Python 3.12), and
         # the store is called in one. This hook comes earlier. Registered before that of the
         # background saves, it runs after it; what is decided later still is left to atexit.
         register = getattr(threading, "_register_atexit", atexit.register)
         with contextlib.suppress(RuntimeError):
-            register(self.wait)
-        atexit.register(self.wait)
+            register(self._wait_in, pid)
+        atexit.register(self._wait_in, pid)
 
     def remember(self, thread: RendezvousThread, origin: Any, key: str, expected: int) -> None:
         """Ranks have their answers once the count of `key` is `expected`."""
         self._last = thread, origin, key, expected
-        self._pid = os.getpid()
+
+    def _wait_in(self, pid: int) -> None:
+        # A forked child decided nothing, and shares the connection with its parent.
+        if pid == os.getpid():
+            self.wait()
 
     def wait(self) -> None:
         """Give the others a moment to fetch their answers."""
-        if self._last is None or self._pid != os.getpid():
-            # A forked child decided nothing, and shares the connection with its parent.
+        if self._last is None:
             return
         (thread, _, key, expected), self._last = self._last, None
 
@@ -58,4 +62,4 @@ class LastAnswers:
             thread.run(until_all_left, _LAST_ANSWER_SECONDS)
 
 
-last_answers = LastAnswers()
+last_answers = ProcessWide(LastAnswers)

@@ -7,20 +7,20 @@ workers then connect to the same store on their own and meet under that name.
 from __future__ import annotations
 
 import contextlib
-import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from reshard.api import CheckpointException
 from reshard.coordination.channel import Channel, SoloChannel
+from reshard.coordination.exchange import TextExchange
 from reshard.coordination.liveness import make_card
 from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
 from reshard.coordination.store_channel import StoreChannel, leave_word, rendezvous_lost
+from reshard.engine.process_wide import ProcessWide
 
 __all__ = ["Meeting", "call_meeting", "check_meeting"]
 
@@ -37,7 +37,7 @@ class _Address:
         return _connect(self)
 
     def forget(self) -> None:
-        _connect.cache_clear()
+        _connections().clear()
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,20 @@ class Meeting:
             _run_bare(channel, lambda store: leave_word(store, self.name, self.rank, reason))
 
 
-def call_meeting(channel: Channel, give: Callable[[], bytes]) -> Meeting:
-    """Have the ranks of `channel` agree on a meeting of their workers. Collective.
-
-    A rank whose `give` raises takes no part, and all ranks raise its reason.
-    """
+def call_meeting(channel: Channel) -> Meeting:
+    """Have the ranks of `channel` agree on a meeting of their workers. Collective."""
     if not isinstance(channel, StoreChannel):
         return Meeting()
     address = _address_of(channel.origin)
-    with channel:
-        answer = channel.gather_scatter("meet", give, _name_meeting)
-    trainers, _, _ = answer.decode().rpartition("/")
+    name = channel.exchange(TextExchange("meet"), str, _name_meeting)
+    trainers, _, _ = name.rpartition("/")
     card = make_card().encode()
     # It stays, like those of ranks that save by themselves.
     _run_bare(channel, lambda store: store.put({f"{trainers}/card/{channel.rank}": card}))
     return Meeting(
         address=address,
         trainers=trainers,
-        name=answer.decode(),
+        name=name,
         rank=channel.rank,
         world_size=channel.world_size,
         coordinator=channel.coordinator,
@@ -111,16 +107,14 @@ def check_meeting(channel: Channel) -> None:
         _address_of(channel.origin)
 
 
-def _name_meeting(messages: Sequence[bytes]) -> list[bytes]:
+def _name_meeting(messages: Sequence[str]) -> list[str]:
     # A store may outlive the ranks, and then sees the same numbers again after a restart.
-    name = f"reshard-workers/{_token(os.getpid())}/{uuid.uuid4().hex}"
-    return [name.encode()] * len(messages)
+    name = f"reshard-workers/{_process_token()}/{uuid.uuid4().hex}"
+    return [name] * len(messages)
 
 
-@cache
-def _token(pid: int) -> str:
-    """Names this process, as long as it lives."""
-    return uuid.uuid4().hex
+_process_token = ProcessWide(lambda: uuid.uuid4().hex)
+"""Names this process, as long as it lives."""
 
 
 def _run_bare(channel: StoreChannel, work: Callable[[Rendezvous], None]) -> None:
@@ -159,9 +153,17 @@ def _address_of(store: Any) -> _Address:
     )
 
 
-@cache
+_connections: ProcessWide[dict[_Address, Any]] = ProcessWide(dict)
+
+
 def _connect(address: _Address) -> Any:
     """A connection on which nobody waits, so all operations of a process may share it."""
-    if address.kind == "tcp":
-        return TCPStore(address.place, address.port, is_master=False, wait_for_workers=False)
-    return FileStore(address.place, address.port)
+    if address not in _connections():
+        if address.kind == "tcp":
+            store: Any = TCPStore(
+                address.place, address.port, is_master=False, wait_for_workers=False
+            )
+        else:
+            store = FileStore(address.place, address.port)
+        _connections()[address] = store
+    return _connections()[address]

@@ -27,6 +27,7 @@ import msgspec
 
 from reshard.api import CheckpointException, RankLostError, _wrap_exception
 from reshard.coordination.error_wire import decode_failures, encode_error, encode_failures
+from reshard.coordination.exchange import Exchange
 from reshard.coordination.last_answers import last_answers
 from reshard.coordination.liveness import Watch, make_card, read_doing
 from reshard.coordination.pairing import (
@@ -39,10 +40,13 @@ from reshard.coordination.pairing import (
     patience_after,
 )
 from reshard.coordination.rendezvous import Rendezvous, RendezvousThread
+from reshard.engine.process_wide import ProcessWide
 
 __all__ = ["DEFAULT_TIMEOUT_SECONDS", "StoreChannel", "leave_card", "leave_word", "rendezvous_lost"]
 
 T = TypeVar("T")
+M = TypeVar("M")
+A = TypeVar("A")
 Decide = Callable[[Sequence[bytes]], Sequence[bytes]]
 
 DEFAULT_TIMEOUT_SECONDS = 30 * 60.0
@@ -109,8 +113,8 @@ class StoreChannel:
         self._answer: tuple[str, int] | None = None
         self._lost_ranks: set[int] = set()
         if self.intent is not None:
-            with _numbering:
-                _unmet.add(self)
+            with _numbering().lock:
+                _numbering().unmet.add(self)
 
     @property
     def name(self) -> str:
@@ -136,7 +140,7 @@ class StoreChannel:
             self.thread.run(lambda store: self._leave(store, left_early, reason), _LEAVE_SECONDS)
         if self.is_coordinator and not self.thread.is_lost:
             expected = self.world_size - len(self._lost_ranks)
-            last_answers.remember(self.thread, self.origin, f"{self.name}/left", expected)
+            last_answers().remember(self.thread, self.origin, f"{self.name}/left", expected)
         self.thread.stop()
 
     def gather_scatter(self, phase: str, give: Callable[[], bytes], decide: Decide) -> bytes:
@@ -159,8 +163,35 @@ class StoreChannel:
             self._was_told = True
             raise CheckpointException(phase, decode_failures(answer.body))
         if self.intent is not None:
-            _behind.get(self.origin, set()).discard((self.group, self.rank))
+            _numbering().behind.get(self.origin, set()).discard((self.group, self.rank))
         return answer.body
+
+    def exchange(
+        self,
+        kind: Exchange[M, A],
+        give: Callable[[], M],
+        decide: Callable[[Sequence[M]], Sequence[A]],
+    ) -> A:
+        sent: list[M] = []
+
+        def give_bytes() -> bytes:
+            sent.append(give())
+            return kind.encode(sent[0])
+
+        def decide_bytes(data: Sequence[bytes]) -> list[bytes]:
+            messages = kind.decode(data)
+            return kind.encode_answers(decide(messages), messages)
+
+        return kind.decode_answer(
+            self.gather_scatter(kind.phase, give_bytes, decide_bytes), sent[0]
+        )
+
+    def do_together(self, phase: str, work: Callable[[], object]) -> None:
+        def give() -> bytes:
+            work()
+            return b""
+
+        self.gather_scatter(phase, give, lambda messages: messages)
 
     def seal(self) -> None:
         """Decide that the operation is committed, unless a rank has left it.
@@ -444,9 +475,9 @@ class StoreChannel:
         """Leave the number to others, and meet at the next; with all that was begun later."""
         self._depart(store)
         store.add(f"{self.group}/opened/{self.rank}", 1)
-        with _numbering:
+        with _numbering().lock:
             here = self.number
-            for channel in _unmet:
+            for channel in _numbering().unmet:
                 is_mine = channel.origin is self.origin and channel.rank == self.rank
                 if is_mine and channel.group == self.group and channel.number >= here:
                     channel.number += 1
@@ -462,7 +493,7 @@ class StoreChannel:
         """
         if self._phase > 1 or self.intent is None:
             return
-        behind = _behind.setdefault(self.origin, set())
+        behind = _numbering().behind.setdefault(self.origin, set())
         while self._is_over(store, self.intent):
             if (self.group, self.rank) not in behind:
                 behind.add((self.group, self.rank))
@@ -481,8 +512,8 @@ class StoreChannel:
         return True
 
     def _settle_number(self) -> None:
-        with _numbering:
-            _unmet.discard(self)
+        with _numbering().lock:
+            _numbering().unmet.discard(self)
 
     def _leave(self, store: Rendezvous, left_early: bool, reason: str) -> None:
         if left_early:
@@ -509,11 +540,20 @@ class StoreChannel:
         store.delete_value(*(self._answer or (f"{self._prefix}/answer", 0)))
 
 
-_unmet: weakref.WeakSet[StoreChannel] = weakref.WeakSet()
-"""The operations of this process that may still be moved on."""
-_numbering = threading.Lock()
-_behind: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = weakref.WeakKeyDictionary()
-"""By store, the groups and ranks that came to an operation which was over."""
+class _Numbering:
+    """Which numbers the operations of this process have."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.unmet: weakref.WeakSet[StoreChannel] = weakref.WeakSet()
+        """The operations that may still be moved on."""
+        self.behind: weakref.WeakKeyDictionary[Any, set[tuple[str, int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """By store, the groups and ranks that came to an operation which was over."""
+
+
+_numbering = ProcessWide(_Numbering)
 
 
 def leave_card(store: Rendezvous, group: str, rank: int, doing: str = "") -> None:

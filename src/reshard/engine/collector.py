@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from reshard.engine.process_wide import after_fork
 
 __all__ = ["paused_collection", "paused_in_front"]
 
@@ -83,4 +84,4 @@ def _end_all() -> None:
     _restore()
 
 
-os.register_at_fork(after_in_child=_end_all)
+after_fork(_end_all)

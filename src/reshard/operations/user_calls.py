@@ -1,17 +1,31 @@
-"""Calls to and from the code of users: arguments by position, planners and storages of others."""
+"""Calls to code of users: planners, storages and `Stateful` values, in all the forms they have."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from reshard.api import PlanError
+from reshard.api import PlanError, _noting
+from reshard.coordination.channel import Channel
+from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.planner import SavePlanner
+from reshard.stateful import is_stateful
+from reshard.storage import StorageReader, StorageWriter, takes_any_keyword
 
-__all__ = ["_api_bc_check", "refuse_dcp"]
+__all__ = [
+    "_api_bc_check",
+    "ask_for_states",
+    "overridden",
+    "refuse_dcp",
+    "set_up_reader",
+    "set_up_save_planner",
+    "set_up_writer",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,3 +63,73 @@ def refuse_dcp(*objects: object) -> None:
                     "derive it from the class of that name in reshard (under reshard.patch(), "
                     "import the module that defines it after the patch)"
                 )
+
+
+def ask_for_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    """`state_dict` with the states of `Stateful` values in their place."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"a state dict is a dict, not a {type(state_dict).__name__}: save "
+            "{'model': model} in place of model"
+        )
+    states = dict(state_dict)
+    for key, value in state_dict.items():
+        if is_stateful(value):
+            with _noting(f"asking {key!r} for its state"):
+                states[key] = value.state_dict()
+    return states
+
+
+def set_up_save_planner(
+    planner: SavePlanner, state_dict: STATE_DICT_TYPE, writer: StorageWriter, channel: Channel
+) -> None:
+    """Hand the state dict to the planner. Older planners do not take `storage_meta`."""
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        planner.set_up_planner(
+            state_dict=state_dict,
+            storage_meta=writer.storage_meta(),
+            is_coordinator=channel.is_coordinator,
+        )
+        return
+    warnings.warn(
+        f"{type(planner).__name__}.set_up_planner does not take storage_meta; add the parameter",
+        stacklevel=2,
+    )
+    planner.set_up_planner(state_dict, channel.is_coordinator)  # type: ignore[arg-type]
+
+
+def set_up_writer(writer: StorageWriter, channel: Channel, use_collectives: bool) -> None:
+    """Tell the storage its role, in as much detail as it takes."""
+    details: dict[str, Any] = {}
+    if takes_any_keyword(writer.set_up_storage_writer):
+        details = {
+            "rank": channel.rank,
+            "use_collectives": use_collectives,
+            "world_size": channel.world_size,
+        }
+    writer.set_up_storage_writer(channel.is_coordinator, **details)
+
+
+def set_up_reader(reader: StorageReader, metadata: Metadata, channel: Channel) -> None:
+    """The same for the storage of a load."""
+    details: dict[str, Any] = {}
+    if takes_any_keyword(reader.set_up_storage_reader):
+        details = {"rank": channel.rank, "use_collectives": True}
+    reader.set_up_storage_reader(metadata, channel.is_coordinator, **details)
+
+
+@contextlib.contextmanager
+def overridden(used: object, **settings: Any) -> Iterator[None]:
+    """Settings of one call on an object that was passed to it, as far as the object has them.
+
+    They are as before when the block ends. None stands for a setting that was not given.
+    """
+    given = {n: v for n, v in settings.items() if v is not None and hasattr(used, n)}
+    before = {name: getattr(used, name) for name in given}
+    try:
+        for name, value in given.items():
+            setattr(used, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(used, name, value)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reshard.planner import WriteItem
+from reshard.planner import SavePlan, WriteItem
 from reshard.planning.columns import Ints
 from reshard.plans.lazy_list import LazyList
+from reshard.plans.write_items import WriteItems
 from reshard.storage import StorageInfo, WriteResult
 
-__all__ = ["PlacedResult", "Placement", "WriteResults", "WrittenFile"]
+__all__ = ["PlacedResult", "Placement", "WriteResults", "WrittenFile", "are_results_of"]
 
 
 class WrittenFile(NamedTuple):
@@ -68,3 +69,9 @@ class WriteResults(LazyList[WriteResult]):
             int(placement.checksums[position]),
             int(placement.pickled[position]),
         )
+
+
+def are_results_of(results: Sequence[WriteResult], plan: SavePlan) -> bool:
+    """Whether `results` are of the very items of `plan`, which nobody has looked at since."""
+    items = getattr(results, "items", None)
+    return items is plan.items and isinstance(items, WriteItems) and items.untouched

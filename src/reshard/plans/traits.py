@@ -10,7 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["LoadTraits", "SaveTraits", "default_step", "load_traits", "save_traits"]
+__all__ = [
+    "LoadTraits",
+    "SaveTraits",
+    "default_step",
+    "load_traits",
+    "plans_alone",
+    "save_traits",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,8 +67,6 @@ class LoadTraits:
     """Tensors need no further step once they are filled."""
     fills_by_itself: bool
     """The tensors of the state dict are filled as they are: no user code runs for them."""
-    plans_alone: bool
-    """The global step changes nothing, so that plans need not travel."""
     decodes_values: bool
     """Stored values are read by our own code, not by a planner written for DCP."""
 
@@ -74,6 +79,12 @@ def load_traits(planner: object) -> LoadTraits:
         fills_in_place=in_place,
         fills_by_itself=in_place
         and _has_default(planner, "resolve_tensor", "lookup_tensor", "transform_tensor"),
-        plans_alone=_has_default(planner, "create_global_plan"),
         decodes_values=_has_default(planner, "load_bytes"),
+    )
+
+
+def plans_alone(planner: object, reader: object) -> bool:
+    """Whether the global step of a load changes nothing, so that plans need not travel."""
+    return _has_default(planner, "create_global_plan") and _has_default(
+        reader, "prepare_global_plan"
     )

@@ -1,4 +1,4 @@
-"""Plans on the wire: columns, not pickles.
+"""Plans and results on the wire between ranks: columns, not pickles.
 
 A plan is sent as its schema, which is the same on most ranks, and its placement. The
 coordinator decodes each distinct schema once. Its answer to a rank says which of that
@@ -11,13 +11,16 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from reshard.api import CheckpointException
+from reshard.coordination.exchange import Exchange
+from reshard.metadata import Metadata
 from reshard.planner import LoadPlan, SavePlan, WriteItem
+from reshard.planning.columns import Bools
 from reshard.planning.packing import (
     pack_array,
     pack_placement,
@@ -33,6 +36,13 @@ from reshard.storage import WriteResult
 from reshard.tensors.flatten import PathMap
 
 __all__ = [
+    "LoadPlanExchange",
+    "PlannedLoad",
+    "ResultExchange",
+    "SaveAnswer",
+    "SaveOutcome",
+    "SavePlanExchange",
+    "Written",
     "decode_answer",
     "decode_load_plan",
     "decode_results",
@@ -235,3 +245,121 @@ def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResu
     written = [WrittenFile(*file) for file in files]
     where = Placement(written, file_ids, begins, nbytes, checksums, pickled)
     return WriteResults(items, where)  # type: ignore[return-value]
+
+
+# The exchanges of a save and a load
+
+
+class SaveAnswer(NamedTuple):
+    """The coordinator's answer to a rank's plan."""
+
+    save_id: str
+    plan: SavePlan | None
+    """What the rank is to write; None to plan again, without relying on cached plans."""
+
+
+class SavePlanExchange(Exchange[SavePlan, SaveAnswer]):
+    """Plans of ranks for a plan of all."""
+
+    phase = "plan"
+
+    def encode(self, message: SavePlan) -> bytes:
+        return encode_save_plan(message)
+
+    def decode(self, messages: Sequence[bytes]) -> list[SavePlan]:
+        return decode_save_plans(messages)
+
+    def encode_answers(
+        self, answers: Sequence[SaveAnswer], messages: Sequence[SavePlan]
+    ) -> list[bytes]:
+        return [
+            msgspec.msgpack.encode(
+                (answer.save_id, None if answer.plan is None else encode_answer(answer.plan, sent))
+            )
+            for answer, sent in zip(answers, messages, strict=True)
+        ]
+
+    def decode_answer(self, answer: bytes, sent: SavePlan) -> SaveAnswer:
+        save_id, plan = msgspec.msgpack.decode(answer)
+        return SaveAnswer(save_id, None if plan is None else decode_answer(plan, sent))
+
+
+class Written(NamedTuple):
+    """What a rank has written."""
+
+    results: list[WriteResult]
+    as_answered: bool
+    """Whether they are of exactly the items that the coordinator knows of."""
+
+
+class SaveOutcome(NamedTuple):
+    """What ranks learn of a save that is committed: the metadata, or how to read it back."""
+
+    reference: str
+    metadata: Metadata | None
+
+
+class ResultExchange(Exchange[Written, SaveOutcome]):
+    """Results of ranks for the outcome of the save. The coordinator knows the `plans` of all."""
+
+    phase = "write"
+
+    def __init__(self, plans: Sequence[SavePlan]) -> None:
+        self._plans = plans
+
+    def encode(self, message: Written) -> bytes:
+        return encode_results(message.results, message.as_answered)
+
+    def decode(self, messages: Sequence[bytes]) -> list[Written]:
+        return [
+            Written(decode_results(message, plan.items), True)
+            for message, plan in zip(messages, self._plans, strict=True)
+        ]
+
+    def encode_answers(
+        self, answers: Sequence[SaveOutcome], messages: Sequence[Written]
+    ) -> list[bytes]:
+        outcome = answers[0]
+        return [pickle.dumps((outcome.reference, outcome.metadata))] * len(answers)
+
+    def decode_answer(self, answer: bytes, sent: Written) -> SaveOutcome:
+        return SaveOutcome(*pickle.loads(answer))
+
+
+class PlannedLoad(NamedTuple):
+    """What a rank is to load, and what it does not ask for."""
+
+    unexpected: Bools
+    """For each key of the checkpoint, whether nobody asks for it."""
+    plan: LoadPlan | None
+    """None if the global step has nothing to say: the rank's own plan holds."""
+
+
+class LoadPlanExchange(Exchange[PlannedLoad, PlannedLoad]):
+    """Plans of ranks for those that they carry out."""
+
+    phase = "plan"
+
+    def encode(self, message: PlannedLoad) -> bytes:
+        unexpected, plan = message
+        bits = np.packbits(unexpected).tobytes()
+        encoded = None if plan is None else encode_load_plan(plan)
+        return msgspec.msgpack.encode((len(unexpected), bits, encoded))
+
+    def _decode(self, message: bytes) -> PlannedLoad:
+        count, bits, plan = msgspec.msgpack.decode(message)
+        unexpected = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count)
+        return PlannedLoad(
+            unexpected.astype(bool), None if plan is None else decode_load_plan(plan)
+        )
+
+    def decode(self, messages: Sequence[bytes]) -> list[PlannedLoad]:
+        return [self._decode(message) for message in messages]
+
+    def encode_answers(
+        self, answers: Sequence[PlannedLoad], messages: Sequence[PlannedLoad]
+    ) -> list[bytes]:
+        return [self.encode(answer) for answer in answers]
+
+    def decode_answer(self, answer: bytes, sent: PlannedLoad) -> PlannedLoad:
+        return self._decode(answer)

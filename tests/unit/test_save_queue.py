@@ -1,4 +1,4 @@
-"""reshard.background.backlog: saves one after the other, and failures that are not lost."""
+"""reshard.background.queue: saves one after the other, and failures that are not lost."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from reshard.api import BusyError, CheckpointException, _wrap_exception
-from reshard.background.backlog import MOST_IN_FLIGHT, Backlog, SaveFuture, place_of
+from reshard.background.queue import MOST_IN_FLIGHT, SaveFuture, SaveQueue, save_queue
+from reshard.engine import process_wide
+from reshard.engine.process_wide import ProcessWide
 from reshard.metadata import Metadata
+from reshard.operations.targets import comparable_place
 
 MOMENT = 0.2
 """Long enough for a thread to get somewhere if nothing holds it up."""
@@ -28,11 +30,11 @@ SOON, LONG = 1.0, 30.0
 
 
 @pytest.fixture
-def log() -> Backlog:
-    log = Backlog()
+def queue() -> SaveQueue:
+    queue = SaveQueue()
     # A test that leaves it stuck must not hold up the end of pytest.
-    log._watching_exit = True
-    return log
+    queue._watching_exit = True
+    return queue
 
 
 class Gate:
@@ -84,7 +86,7 @@ def done(future: SaveFuture) -> SaveFuture:
 # The order of saves
 
 
-def test_saves_run_one_after_the_other_in_the_order_they_came(log: Backlog) -> None:
+def test_saves_run_one_after_the_other_in_the_order_they_came(queue: SaveQueue) -> None:
     events: list[str] = []
     gate = Gate()
 
@@ -94,17 +96,17 @@ def test_saves_run_one_after_the_other_in_the_order_they_came(log: Backlog) -> N
         events.append(f"end {number}")
         return metadata
 
-    futures = [log.submit(None, functools.partial(work, i)) for i in range(4)]
+    futures = [queue.submit(None, functools.partial(work, i)) for i in range(4)]
     assert gate.entered.wait(LONG)
     assert events == ["begin 0"]
     assert not any(future.done() for future in futures)
     gate.opened.set()
     assert futures[0].result(LONG) is gate.metadata
-    log.drain()
+    queue.drain()
     assert events == [f"{what} {i}" for i in range(4) for what in ("begin", "end")]
 
 
-def test_the_thread_ends_when_there_is_no_more_work_and_another_comes(log: Backlog) -> None:
+def test_the_thread_ends_when_there_is_no_more_work_and_another_comes(queue: SaveQueue) -> None:
     threads: list[threading.Thread] = []
 
     def work() -> Metadata:
@@ -112,7 +114,7 @@ def test_the_thread_ends_when_there_is_no_more_work_and_another_comes(log: Backl
         return nothing()
 
     for _ in range(2):
-        log.submit(None, work).result(LONG)
+        queue.submit(None, work).result(LONG)
         threads[-1].join(LONG)
         assert not threads[-1].is_alive()
         assert threads[-1].daemon
@@ -120,7 +122,7 @@ def test_the_thread_ends_when_there_is_no_more_work_and_another_comes(log: Backl
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_was_saved_is_not_kept_when_the_save_is_done(log: Backlog, fails: bool) -> None:
+def test_what_was_saved_is_not_kept_when_the_save_is_done(queue: SaveQueue, fails: bool) -> None:
     def work(state: Gate) -> Metadata:
         if fails:
             raise OSError
@@ -132,16 +134,16 @@ def test_what_was_saved_is_not_kept_when_the_save_is_done(log: Backlog, fails: b
     gc.disable()
     try:
         with contextlib.suppress(OSError):
-            log.submit(None, functools.partial(work, state)).result(LONG)
+            queue.submit(None, functools.partial(work, state)).result(LONG)
         del state
-        log.submit(None, nothing).result(LONG)
+        queue.submit(None, nothing).result(LONG)
         assert alive() is None
     finally:
         gc.enable()
 
 
 def test_a_thread_that_cannot_be_started_does_not_stop_later_saves(
-    log: Backlog, monkeypatch: pytest.MonkeyPatch
+    queue: SaveQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -149,104 +151,108 @@ def test_a_thread_that_cannot_be_started_does_not_stop_later_saves(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
-            log.submit("a", nothing)
-    assert log.submit("b", nothing).exception(SOON) is None
+            queue.submit("a", nothing)
+    assert queue.submit("b", nothing).exception(SOON) is None
 
 
 # Admission
 
 
-def test_a_save_is_admitted_while_few_are_in_flight(log: Backlog) -> None:
+def test_a_save_is_admitted_while_few_are_in_flight(queue: SaveQueue) -> None:
     gate = Gate()
     for _ in range(MOST_IN_FLIGHT):
-        log.admit("wait")
-        log.admit("refuse")
-        log.submit("a", gate)
+        queue.admit("wait")
+        queue.admit("refuse")
+        queue.submit("a", gate)
     with pytest.raises(BusyError, match="2 saves are in flight, to 'a', 'a'"):
-        log.admit("refuse")
-    waiter = started(log.admit, "wait")
+        queue.admit("refuse")
+    waiter = started(queue.admit, "wait")
     assert is_held_up(waiter)
     gate.opened.set()
     waiter.join(LONG)
     assert not waiter.is_alive()
-    log.drain()
-    log.admit("refuse")
+    queue.drain()
+    queue.admit("refuse")
 
 
-def test_a_waiting_save_is_admitted_while_the_callback_of_another_runs(log: Backlog) -> None:
+def test_a_waiting_save_is_admitted_while_the_callback_of_another_runs(queue: SaveQueue) -> None:
     # The callback may wait for a lock that the waiting thread holds.
     gates = Gate(), Gate()
-    first, _ = [log.submit(None, gate) for gate in gates]
-    waiter = started(log.admit, "wait")
+    first, _ = [queue.submit(None, gate) for gate in gates]
+    waiter = started(queue.admit, "wait")
     assert is_held_up(waiter)
     admitted: list[bool] = []
     first.add_done_callback(lambda _: admitted.append(not is_held_up(waiter, SOON)))
     gates[0].opened.set()
     assert gates[1].entered.wait(LONG)
     gates[1].opened.set()
-    log.drain()
+    queue.drain()
     assert admitted == [True]
 
 
 # Failures
 
 
-def test_a_failure_is_raised_where_the_outcome_is_asked_for(log: Backlog) -> None:
+def test_a_failure_is_raised_where_the_outcome_is_asked_for(queue: SaveQueue) -> None:
     error = OSError("disk full")
-    future = log.submit("a", failing(error))
+    future = queue.submit("a", failing(error))
     with pytest.raises(OSError, match="disk full") as caught:
         future.result(LONG)
     assert caught.value is error
     assert future.exception() is error
-    log.raise_unseen()
+    queue.raise_unseen()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
-def test_no_kind_of_failure_stops_the_next_save(log: Backlog, error: BaseException) -> None:
-    future = log.submit("a", failing(error))
-    assert log.submit("b", nothing).exception(LONG) is None
+def test_no_kind_of_failure_stops_the_next_save(queue: SaveQueue, error: BaseException) -> None:
+    future = queue.submit("a", failing(error))
+    assert queue.submit("b", nothing).exception(LONG) is None
     assert future.exception(LONG) is error
 
 
-def test_a_failure_that_nobody_saw_is_raised_once(log: Backlog) -> None:
+def test_a_failure_that_nobody_saw_is_raised_once(queue: SaveQueue) -> None:
     failures = {3: _wrap_exception(OSError("disk full"))}
     error = CheckpointException("write", failures)
-    done(log.submit("place", failing(error)))
+    done(queue.submit("place", failing(error)))
     with pytest.raises(CheckpointException, match="save to 'place' failed earlier") as caught:
-        log.raise_unseen()
+        queue.raise_unseen()
     assert caught.value.failures == failures
     assert "".join(traceback.format_exception(caught.value)).count("disk full") == 1
-    log.raise_unseen()
+    queue.raise_unseen()
 
 
-def test_failures_that_nobody_saw_are_raised_one_by_one_and_the_oldest_first(log: Backlog) -> None:
+def test_failures_that_nobody_saw_are_raised_one_by_one_and_the_oldest_first(
+    queue: SaveQueue,
+) -> None:
     for place in "abc":
-        future = done(log.submit(place, failing(OSError(place))))
+        future = done(queue.submit(place, failing(OSError(place))))
         if place == "b":
             future.exception()
     for place in "ac":
         with pytest.raises(CheckpointException, match=f"save to '{place}' failed earlier: {place}"):
-            log.raise_unseen()
-    log.raise_unseen()
+            queue.raise_unseen()
+    queue.raise_unseen()
 
 
 @pytest.mark.parametrize("look", [Future.done, Future.running, repr])
-def test_a_glance_at_a_future_does_not_count_as_seeing_its_failure(log: Backlog, look: Any) -> None:
-    look(done(log.submit("a", failing(OSError("disk full")))))
+def test_a_glance_at_a_future_does_not_count_as_seeing_its_failure(
+    queue: SaveQueue, look: Any
+) -> None:
+    look(done(queue.submit("a", failing(OSError("disk full")))))
     with pytest.raises(CheckpointException, match="disk full"):
-        log.raise_unseen()
+        queue.raise_unseen()
 
 
 @pytest.mark.parametrize("ask", [SaveFuture.result, SaveFuture.exception])
-def test_to_ask_too_early_does_not_count_as_seeing_the_failure(log: Backlog, ask: Any) -> None:
+def test_to_ask_too_early_does_not_count_as_seeing_the_failure(queue: SaveQueue, ask: Any) -> None:
     gate = Gate(OSError("disk full"))
-    future = log.submit("a", gate)
+    future = queue.submit("a", gate)
     with pytest.raises(TimeoutError):
         ask(future, 0)
     gate.opened.set()
     done(future)
     with pytest.raises(CheckpointException, match="disk full"):
-        log.raise_unseen()
+        queue.raise_unseen()
 
 
 def test_to_ask_a_moment_too_early_does_not_count_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,136 +267,136 @@ def test_to_ask_a_moment_too_early_does_not_count_either(monkeypatch: pytest.Mon
     assert not future.seen
 
 
-def test_a_callback_that_looks_at_the_failure_has_seen_it(log: Backlog) -> None:
+def test_a_callback_that_looks_at_the_failure_has_seen_it(queue: SaveQueue) -> None:
     gate = Gate(OSError("disk full"))
-    future = log.submit("a", gate)
+    future = queue.submit("a", gate)
     found: list[Any] = []
     future.add_done_callback(lambda future: found.append(future.exception()))
     gate.opened.set()
     done(future)
-    log.raise_unseen()
+    queue.raise_unseen()
     assert found == [gate.error]
 
 
 # Waiting for saves
 
 
-def test_to_settle_a_place_waits_for_the_saves_to_it_and_no_other(log: Backlog) -> None:
+def test_to_settle_a_place_waits_for_the_saves_to_it_and_no_other(queue: SaveQueue) -> None:
     here, there = Gate(), Gate()
-    log.submit("here", here)
-    log.submit("there", there)
-    log.settle(None)
-    log.settle("nowhere")
-    thread = started(log.settle, "here")
+    queue.submit("here", here)
+    queue.submit("there", there)
+    queue.settle(None)
+    queue.settle("nowhere")
+    thread = started(queue.settle, "here")
     assert is_held_up(thread)
     here.opened.set()
     thread.join(LONG)
     assert not thread.is_alive()
-    log.settle("here")
+    queue.settle("here")
     there.opened.set()
-    log.settle("there")
+    queue.settle("there")
 
 
-def test_to_settle_a_place_raises_the_failures_there_and_no_other(log: Backlog) -> None:
+def test_to_settle_a_place_raises_the_failures_there_and_no_other(queue: SaveQueue) -> None:
     gate = Gate(OSError("disk full"))
-    log.submit("here", gate)
+    queue.submit("here", gate)
     gate.opened.set()
-    done(log.submit("there", failing(OSError("no such bucket"))))
+    done(queue.submit("there", failing(OSError("no such bucket"))))
     with pytest.raises(CheckpointException, match="save to 'here' failed earlier: disk full"):
-        log.settle("here")
-    log.settle("here")
-    log.settle(None)
+        queue.settle("here")
+    queue.settle("here")
+    queue.settle(None)
     with pytest.raises(CheckpointException, match="no such bucket"):
-        log.raise_unseen("there")
+        queue.raise_unseen("there")
 
 
-def test_to_drain_waits_for_all_saves_and_leaves_their_failures(log: Backlog) -> None:
-    log.drain()
+def test_to_drain_waits_for_all_saves_and_leaves_their_failures(queue: SaveQueue) -> None:
+    queue.drain()
     gate = Gate(OSError("disk full"))
-    futures = [log.submit("a", gate), log.submit(None, nothing)]
-    thread = started(log.drain)
+    futures = [queue.submit("a", gate), queue.submit(None, nothing)]
+    thread = started(queue.drain)
     assert is_held_up(thread)
     gate.opened.set()
     thread.join(LONG)
     assert not thread.is_alive()
     assert all(future.done() for future in futures)
     with pytest.raises(CheckpointException, match="disk full"):
-        log.raise_unseen()
+        queue.raise_unseen()
 
 
-def test_to_drain_waits_for_callbacks_and_the_saves_that_they_start(log: Backlog) -> None:
+def test_to_drain_waits_for_callbacks_and_the_saves_that_they_start(queue: SaveQueue) -> None:
     gate, entered, more = Gate(), threading.Event(), threading.Event()
     chained: list[SaveFuture] = []
 
     def start_another(_: Any) -> None:
         entered.set()
         more.wait(MOMENT)
-        chained.append(log.submit("b", nothing))
+        chained.append(queue.submit("b", nothing))
 
-    log.submit("a", gate).add_done_callback(start_another)
+    queue.submit("a", gate).add_done_callback(start_another)
     gate.opened.set()
     assert entered.wait(LONG)
-    log.drain()
+    queue.drain()
     assert [future.done() for future in chained] == [True]
 
 
 # Callbacks
 
 
-def test_a_callback_may_start_saves_and_ask_about_them(log: Backlog) -> None:
+def test_a_callback_may_start_saves_and_ask_about_them(queue: SaveQueue) -> None:
     gate, queued = Gate(OSError("disk full")), Gate()
     raised: list[BaseException] = []
     chained: list[SaveFuture] = []
 
     def callback(_: Any) -> None:
         # As many are in flight as there may be, but to wait would be for ever.
-        log.submit("a", nothing)
-        log.admit("wait")
-        log.admit("refuse")
-        chained.append(log.submit("b", nothing))
-        log.settle("b")
+        queue.submit("a", nothing)
+        queue.admit("wait")
+        queue.admit("refuse")
+        chained.append(queue.submit("b", nothing))
+        queue.settle("b")
         try:
-            log.settle("a")
+            queue.settle("a")
         except CheckpointException as error:
             raised.append(error)
 
-    future = log.submit("a", gate)
-    log.submit("a", queued)
+    future = queue.submit("a", gate)
+    queue.submit("a", queued)
     future.add_done_callback(callback)
     gate.opened.set()
     assert queued.entered.wait(LONG)
     queued.opened.set()
-    log.drain()
+    queue.drain()
     assert chained[0].exception(LONG) is None
     assert [type(error.__cause__) for error in raised] == [OSError]
 
 
-def test_a_callback_that_raises_does_not_stop_the_next_save(log: Backlog) -> None:
+def test_a_callback_that_raises_does_not_stop_the_next_save(queue: SaveQueue) -> None:
     gate = Gate()
-    future = log.submit(None, gate)
+    future = queue.submit(None, gate)
     future.add_done_callback(lambda _: 1 / 0)
     gate.opened.set()
-    assert log.submit(None, nothing).exception(LONG) is None
+    assert queue.submit(None, nothing).exception(LONG) is None
 
 
 def test_a_callback_that_would_exit_does_not_stop_the_next_save(
-    log: Backlog, monkeypatch: pytest.MonkeyPatch
+    queue: SaveQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     gate = Gate()
-    future = log.submit(None, gate)
+    future = queue.submit(None, gate)
     future.add_done_callback(lambda _: sys.exit(3))
-    after = log.submit(None, nothing)
+    after = queue.submit(None, nothing)
     gate.opened.set()
     assert after.exception(SOON) is None
 
 
-def test_a_callback_that_drains_does_not_stop_the_next_save(log: Backlog) -> None:
+def test_a_callback_that_drains_does_not_stop_the_next_save(queue: SaveQueue) -> None:
     # reshard.close() drains.
     gate = Gate()
-    future = log.submit(None, gate)
-    future.add_done_callback(lambda _: log.drain())
-    after = log.submit(None, nothing)
+    future = queue.submit(None, gate)
+    future.add_done_callback(lambda _: queue.drain())
+    after = queue.submit(None, nothing)
     gate.opened.set()
     assert after.exception(SOON) is None
 
@@ -399,23 +405,22 @@ def test_a_callback_that_drains_does_not_stop_the_next_save(log: Backlog) -> Non
 
 
 def test_the_end_of_the_process_closes_and_tells_of_failures_that_nobody_saw(
-    log: Backlog, capfd: pytest.CaptureFixture[str]
+    queue: SaveQueue, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
     order: list[str] = []
 
-    def close() -> None:
-        order.append("closed")
-
-    def fail_to_close() -> None:
+    def fail_to_close(_: object) -> None:
         raise OSError("cannot close")
 
-    for closer in (fail_to_close, close, close):
-        log.on_close(closer)
-    seen = log.submit("seen", failing(OSError("was seen")))
-    log.submit("unseen", failing(OSError("disk full")))
-    log.submit(None, gate).add_done_callback(lambda _: order.append("saved") or seen.exception())
-    thread = started(log._at_exit, os.getpid())
+    monkeypatch.setattr(process_wide, "_all", [])
+    ProcessWide(object, lambda _: order.append("closed"))()
+    ProcessWide(object, fail_to_close)()
+    ProcessWide(object, lambda _: order.append("was never made"))
+    seen = queue.submit("seen", failing(OSError("was seen")))
+    queue.submit("unseen", failing(OSError("disk full")))
+    queue.submit(None, gate).add_done_callback(lambda _: order.append("saved") or seen.exception())
+    thread = started(queue._at_exit, os.getpid())
     assert is_held_up(thread)
     gate.opened.set()
     thread.join(LONG)
@@ -439,7 +444,7 @@ def exit_code_of_child(function: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def ends_after_its_save(log: Backlog) -> bool:
+def ends_after_its_save(queue: SaveQueue) -> bool:
     """Have the process end, as far as its threads can tell, in the middle of a save."""
     ending = threading.Event()
 
@@ -449,30 +454,29 @@ def ends_after_its_save(log: Backlog) -> bool:
         threading.Event().wait(MOMENT)
         return nothing()
 
-    future = log.submit(None, work)
+    future = queue.submit(None, work)
     threading._register_atexit(ending.set)
     threading._shutdown()
     return future.done()
 
 
 def test_a_process_does_not_end_before_its_saves() -> None:
-    assert exit_code_of_child(lambda: ends_after_its_save(Backlog())) == 0
+    assert exit_code_of_child(lambda: ends_after_its_save(SaveQueue())) == 0
 
 
 def test_a_forked_child_does_not_end_before_its_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "_threading_atexits", [*threading._threading_atexits])
-    log = Backlog()
-    log.submit(None, nothing).result(LONG)
-    assert exit_code_of_child(lambda: ends_after_its_save(log)) == 0
+    save_queue().submit(None, nothing).result(LONG)
+    assert exit_code_of_child(lambda: ends_after_its_save(save_queue())) == 0
 
 
-def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent(log: Backlog) -> None:
+def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent() -> None:
     gate = Gate()
-    log.submit("a", gate)
+    save_queue().submit("a", gate)
     assert gate.entered.wait(LONG)
-    code = exit_code_of_child(lambda: not is_held_up(started(log.settle, "a"), SOON))
+    code = exit_code_of_child(lambda: not is_held_up(started(save_queue().settle, "a"), SOON))
     gate.opened.set()
-    log.drain()
+    save_queue().drain()
     assert code == 0
 
 
@@ -491,5 +495,5 @@ def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent(log: Backlog) 
     ],
 )
 def test_a_place_has_one_name(checkpoint_id: Any, place: str | None) -> None:
-    assert place_of(SimpleNamespace(checkpoint_id=checkpoint_id)) == place
-    assert place_of(object()) is None
+    assert comparable_place(checkpoint_id) == place
+    assert comparable_place(None) is None

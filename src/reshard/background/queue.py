@@ -15,12 +15,13 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Literal
 
 from reshard.api import BusyError, CheckpointException, _text_of
+from reshard.engine.process_wide import ProcessWide, release_all
 from reshard.metadata import Metadata
 
-__all__ = ["Backlog", "SaveFuture", "WhenBusy", "backlog", "place_of"]
+__all__ = ["SaveFuture", "SaveQueue", "WhenBusy", "save_queue"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,33 +57,28 @@ class SaveFuture(Future[Metadata]):
         return error
 
 
-class Backlog:
-    """The saves in flight, oldest first. Safe to use from several threads.
-
-    A forked child has none: the threads that would do the work stay with the parent.
-    """
+class SaveQueue:
+    """The saves in flight, oldest first. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
         self._finishing: SaveFuture | None = None
         self._changed = threading.Condition()
         self._waiting: deque[tuple[SaveFuture, Callable[[], Metadata]]] = deque()
         self._in_flight: list[SaveFuture] = []
         self._failed: list[SaveFuture] = []
         self._thread: threading.Thread | None = None
-        self._closers: list[Callable[[], None]] = []
         self._watching_exit = False
 
     def submit(
         self, place: str | None, work: Callable[[], Metadata], uses: Sequence[object] = ()
     ) -> SaveFuture:
-        """Queue a save. `place` is what it writes to, as `place_of` names it.
+        """Queue a save. `place` is what it writes to, in a form that can be compared.
 
         `uses` are objects that nobody else may use meanwhile.
         """
         future = SaveFuture(place, uses)
-        with self._mine():
-            self._watch_exit()
+        with self._changed:
+            self.watch_exit()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="reshard-save", daemon=True)
                 # It waits for the lock, so it finds the work that follows.
@@ -92,20 +88,14 @@ class Backlog:
             self._waiting.append((future, work))
         return future
 
-    def _mine(self) -> threading.Condition:
-        """The lock of this process."""
-        if self._pid != os.getpid():
-            self.__init__()  # type: ignore[misc]
-        return self._changed
-
     @property
     def _in_own_thread(self) -> bool:
-        """Whether this is a callback of a save: to wait here would be for ever."""
+        """Whether this is a callback of a save. Waiting on the save thread would deadlock."""
         return threading.current_thread() is self._thread
 
     def admit(self, when_busy: WhenBusy) -> None:
         """Return once another save may be staged; with `"refuse"`, raise if that is not now."""
-        with self._mine():
+        with self._changed:
             if self._in_own_thread:
                 return
             if when_busy == "refuse" and len(self._in_flight) >= MOST_IN_FLIGHT:
@@ -122,7 +112,7 @@ class Backlog:
         With `place`, only failures of saves to that place count; with `before`, only those
         of saves that were queued before that one.
         """
-        with self._mine():
+        with self._changed:
             for future in self._failed:
                 if future is before:
                     return
@@ -135,16 +125,21 @@ class Backlog:
         """Wait for the saves to a place, and raise their failures as `raise_unseen` does."""
         if place is None:
             return
-        with self._mine():
+        with self._changed:
             if not self._in_own_thread:
                 self._changed.wait_for(
                     lambda: not any(future.place == place for future in self._in_flight)
                 )
         self.raise_unseen(place)
 
+    def settle_before_save(self, place: str | None) -> None:
+        """Make sure that a save may begin: no earlier one has failed unseen, none writes there."""
+        self.raise_unseen()
+        self.settle(place)
+
     def wait_for_users(self, *objects: object) -> None:
         """Block until no save in flight uses any of `objects`."""
-        with self._mine():
+        with self._changed:
             if not self._in_own_thread:
                 self._changed.wait_for(
                     lambda: (
@@ -159,16 +154,9 @@ class Backlog:
 
     def drain(self) -> None:
         """Block until no save is in flight, and no callback of one runs."""
-        with self._mine():
+        with self._changed:
             if not self._in_own_thread:
                 self._changed.wait_for(lambda: not self._in_flight and self._finishing is None)
-
-    def on_close(self, closer: Callable[[], None]) -> None:
-        """Have `closer` called when the process ends, after the last save."""
-        with self._mine():
-            self._watch_exit()
-            if closer not in self._closers:
-                self._closers.append(closer)
 
     def _run(self) -> None:
         while True:
@@ -214,7 +202,8 @@ class Backlog:
 
     # The end of the process
 
-    def _watch_exit(self) -> None:
+    def watch_exit(self) -> None:
+        """Have the process wait for its saves when it ends, and give back what it holds."""
         if self._watching_exit:
             return
         self._watching_exit = True
@@ -234,9 +223,8 @@ class Backlog:
         except KeyboardInterrupt:
             for future in self._in_flight:
                 _say(f"reshard: the save to {future.place!r} was cut off and is not there")
-        for closer in self._closers:
-            with _reported():
-                closer()
+        with _reported():
+            release_all()
         for future in self._failed:
             error = future.failure
             if error is not None and not future.seen:
@@ -270,20 +258,5 @@ def _again(future: SaveFuture, error: BaseException) -> CheckpointException:
     return again
 
 
-_backlog = Backlog()
-
-
-def backlog() -> Backlog:
-    """The saves of this process."""
-    return _backlog
-
-
-def place_of(storage: Any) -> str | None:
-    """What a storage writes to or reads from, in a form that can be compared."""
-    checkpoint_id = getattr(storage, "checkpoint_id", None)
-    if checkpoint_id is None:
-        return None
-    text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
-    if not isinstance(text, str):
-        return None
-    return text if "://" in text else os.path.realpath(text)
+save_queue = ProcessWide(SaveQueue)
+"""The saves of this process."""

@@ -1,0 +1,266 @@
+"""A save in the background, on the trainer's side: from the call to its outcome."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from reshard.api import CheckpointException, _text_of, _wrap_exception
+from reshard.background.handover import pack
+from reshard.background.queue import SaveFuture, WhenBusy, save_queue
+from reshard.background.worker import PackedSave, WorkerRequest, worker_of_this_process
+from reshard.coordination.channel import Channel, failing_together
+from reshard.coordination.error_wire import decode_error
+from reshard.coordination.meeting import Meeting, call_meeting, check_meeting
+from reshard.default_planner import DefaultSavePlanner
+from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.operations.ranks import Ranks
+from reshard.operations.save import Save, SaveJob
+from reshard.operations.targets import SaveTarget
+from reshard.operations.user_calls import ask_for_states
+from reshard.planner import SavePlanner
+from reshard.staging import (
+    AsyncStager,
+    DefaultStager,
+    Lease,
+    Staged,
+    StagingOptions,
+    staging_pool,
+)
+from reshard.tensors.composites import unfolded
+
+__all__ = ["BackgroundSave", "save_later"]
+
+_EXCHANGES = 4
+_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class BackgroundOptions:
+    """How a background save is done."""
+
+    in_process: bool
+    use_collectives: bool
+    stager: AsyncStager | None
+    when_busy: WhenBusy
+
+
+def save_later(
+    state_dict: STATE_DICT_TYPE,
+    target: SaveTarget,
+    planner: SavePlanner | None,
+    ranks: Ranks,
+    options: BackgroundOptions,
+) -> BackgroundSave:
+    """Copy the state away, and save it while the caller goes on."""
+    what = "async save in a process" if options.in_process else "async save"
+    # Opened here, not in the thread that saves: all ranks call in the same order, whatever order
+    # their saves then run in.
+    channel = ranks.open_channel(target.intent(what, options.use_collectives))
+    save = BackgroundSave(target.absolute(), planner, channel, options)
+    save.start(state_dict)
+    return save
+
+
+class BackgroundSave:
+    """One background save, as one rank sees it."""
+
+    future: SaveFuture
+    staging: Future[None] | None = None
+    """Done when the state may change, if the stager copies in the background."""
+
+    def __init__(
+        self,
+        target: SaveTarget,
+        planner: SavePlanner | None,
+        channel: Channel,
+        options: BackgroundOptions,
+    ) -> None:
+        self.target = target
+        self.planner = planner
+        self.channel = channel
+        self.options = options
+        self._staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
+        self._kept: list[Lease] = []
+        self._is_off = False
+
+    # In the thread that calls
+
+    def start(self, state_dict: STATE_DICT_TYPE) -> None:
+        """Copy the state away, and queue the rest.
+
+        The failure of an earlier save is raised in the end: ranks learn of it at different
+        times, and must not stay away from this one for it.
+        """
+        queue = save_queue()
+        try:
+            if self.options.in_process:
+                check_meeting(self.channel)
+                worker_of_this_process().learn_script()
+            # Objects that are asked for their state may communicate, so nothing that only one
+            # rank may fail in comes before.
+            state_dict = ask_for_states(state_dict)
+            self._check_target()
+            queue.admit(self.options.when_busy)
+            stager = self.options.stager or self._own_stager()
+            self._staged = stager.stage(state_dict)
+            del state_dict
+            self._keep_memory()
+            work = self._save_in_worker if self.options.in_process else self._save_here
+            self.future = queue.submit(
+                self.target.place, work, uses=(self.target.writer, self.planner)
+            )
+        except BaseException as error:
+            self._is_off = True
+            self._release()
+            self._decline(error)
+            raise
+        if isinstance(self._staged, Future):
+            self.staging = _outcome_only(self._staged)
+        elif stager.should_synchronize_after_execute:
+            stager.synchronize_staging()
+        queue.raise_unseen(before=self.future)
+
+    def _check_target(self) -> None:
+        """Raise if the save goes nowhere. A writer is not touched: it may be busy."""
+        if self.target.writer is None:
+            self.target.choose_writer()
+
+    def _own_stager(self) -> AsyncStager:
+        if isinstance(self.target.writer, AsyncStager):
+            return self.target.writer
+        return DefaultStager(StagingOptions(use_async_staging=False))
+
+    def _keep_memory(self) -> None:
+        """Whoever staged may stage again; this copy must stay until it is saved."""
+        if isinstance(self._staged, Future):
+            self._staged.add_done_callback(
+                lambda done: self._keep(done.result()) if done.exception() is None else None
+            )
+        else:
+            self._keep(self._staged)
+
+    def _keep(self, staged: STATE_DICT_TYPE) -> None:
+        if self._is_off:
+            return
+        # A stager of the user's may have made a dict of its own from what ours staged.
+        leases = staging_pool().leases_of(staged)
+        if isinstance(staged, Staged):
+            leases = [staged.lease]
+        for lease in leases:
+            lease.keep()
+            self._kept.append(lease)
+
+    def _release(self) -> None:
+        for lease in self._kept:
+            lease.release()
+
+    def _decline(self, error: BaseException) -> None:
+        """Tell the other ranks that this one takes no part in the save, and why."""
+        if self.channel.world_size == 1:
+            return
+
+        def decline() -> Metadata:
+            with self.channel, failing_together(self.channel, "open"):
+                raise error
+
+        future = save_queue().submit(None, decline)
+        # The caller is told by the exception itself.
+        future.seen = True
+
+    # In the thread that saves
+
+    def _save_here(self) -> Metadata:
+        try:
+            with self.channel:
+                with failing_together(self.channel, "plan"):
+                    job = SaveJob(
+                        self._staged_state(),
+                        self.target.choose_writer(),
+                        self.planner or DefaultSavePlanner(),
+                        self.options.use_collectives,
+                    )
+                return Save(job, self.channel).run()
+        finally:
+            self._finish_staging()
+
+    def _save_in_worker(self) -> Metadata:
+        try:
+            with self.channel:
+                with failing_together(self.channel, "meet"):
+                    self._staged_state()
+                meeting = call_meeting(self.channel)
+            return self._send(meeting)
+        finally:
+            self._finish_staging()
+
+    def _staged_state(self) -> STATE_DICT_TYPE:
+        staged = self._staged.result() if isinstance(self._staged, Future) else self._staged
+        if isinstance(staged, Staged) and staged.lease.was_given_back:
+            raise CheckpointException(
+                "the stager handed over a copy that an earlier save used, whose memory was given "
+                "back when that was done: stage the state for each save"
+            )
+        return staged
+
+    def _finish_staging(self) -> None:
+        if isinstance(self._staged, Future):
+            self._staged.exception()
+        self._release()
+
+    def _send(self, meeting: Meeting) -> Metadata:
+        """Have the worker save."""
+        copied: Staged | None = None
+        try:
+            staged = self._staged_state()
+            if not isinstance(staged, Staged) or staged.lease.is_over:
+                # It is where the worker cannot see it.
+                staged = copied = staging_pool().stage(staged)
+            packed = PackedSave(
+                unfolded(dict(staged)), self.target, self.planner, self.options.use_collectives
+            )
+            request = WorkerRequest(
+                meeting,
+                pack(packed, staged.segment.memory),
+                staged.segment.number,
+                staging_pool().segment_numbers(),
+                _limit(meeting),
+            )
+            outcome = worker_of_this_process().start().save(request, staged.segment)
+        except BaseException as error:
+            meeting.cancel(self.channel, f"{type(error).__name__}: {_text_of(error)}")
+            if isinstance(error, CheckpointException) or not isinstance(error, Exception):
+                raise
+            # As it would be if this process had saved by itself.
+            failures = {self.channel.rank: _wrap_exception(error)}
+            raise CheckpointException("handing the state to the worker", failures) from error
+        finally:
+            if copied is not None:
+                copied.release()
+        if isinstance(outcome, Metadata):
+            return outcome
+        # The other ranks know.
+        reason, _ = decode_error(outcome)
+        raise reason
+
+
+def _limit(meeting: Meeting) -> float | None:
+    """How long a worker may take: each of its exchanges is limited, if there are others."""
+    if meeting.address is None or not meeting.timeout_seconds:
+        return None
+    return _EXCHANGES * (meeting.timeout_seconds + _GRACE_SECONDS)
+
+
+def _outcome_only(staging: Future[STATE_DICT_TYPE]) -> Future[None]:
+    """A future that is done when `staging` is, without what was staged."""
+    outcome: Future[None] = Future()
+
+    def tell(done: Future[STATE_DICT_TYPE]) -> None:
+        error = done.exception()
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(None)
+
+    staging.add_done_callback(tell)
+    return outcome

@@ -1,0 +1,295 @@
+"""A load, as one rank sees it: open, plan, read, give back, together with the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from reshard.api import CheckpointException, MissingKeyError, PlanError, _noting
+from reshard.background.queue import save_queue
+from reshard.coordination.agreement import agree_on_checkpoint, announce_load
+from reshard.coordination.channel import Channel, checking_arguments
+from reshard.coordination.exchange import TextExchange
+from reshard.default_planner import DefaultLoadPlanner
+from reshard.engine.collector import paused_collection, paused_in_front
+from reshard.engine.reading import Verify
+from reshard.metadata import Metadata
+from reshard.operations.ranks import Ranks
+from reshard.operations.renaming import Rename, renamed
+from reshard.operations.targets import LoadSource, comparable_place
+from reshard.operations.user_calls import overridden, refuse_dcp, set_up_reader
+from reshard.planner import LoadPlan, LoadPlanner
+from reshard.planning.columns import Bools
+from reshard.plans.traits import load_traits, plans_alone
+from reshard.plans.wire import LoadPlanExchange, PlannedLoad
+from reshard.rank_values import choose_rank_values, restore_rank_values
+from reshard.stateful import is_stateful
+from reshard.storage import StorageReader, takes_any_keyword
+
+__all__ = ["Load", "LoadReport", "LoadSettings", "load_now"]
+
+
+@dataclass
+class LoadReport:
+    """What a load did on this rank.
+
+    `missing` are keys of the state dict that the checkpoint does not have and that were
+    left as they were; `unexpected` are keys of the checkpoint that nobody asked for;
+    `excluded` are those that the caller did not want.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How to load, as `load` documents it. None: as the storage or the planner was told."""
+
+    strict: bool | Literal["exact"] = True
+    rename: Rename | None = None
+    exclude: tuple[str, ...] | None = None
+    verify: str | None = None
+    allow_pickle: bool | None = None
+
+    def check(self, planner: LoadPlanner) -> None:
+        if self.strict not in (True, False, "exact"):
+            raise ValueError(f"strict is True, False or 'exact', not {self.strict!r}")
+        if self.verify is not None:
+            Verify(self.verify)
+        if self.exclude and not load_traits(planner).is_default:
+            raise ValueError(
+                f"exclude needs a planner that derives from DefaultLoadPlanner, not "
+                f"{type(planner).__name__}: leave the keys out of the state dict"
+            )
+
+
+def load_now(
+    state_dict: dict[str, Any],
+    source: LoadSource,
+    planner: LoadPlanner | None,
+    ranks: Ranks,
+    settings: LoadSettings,
+) -> LoadReport:
+    """Load while the caller waits."""
+    planner = planner if planner is not None else DefaultLoadPlanner()
+    channel = ranks.open_channel(source.intent())
+    with checking_arguments(channel):
+        settings.check(planner)
+        reader = source.choose_reader()
+    pickles = settings.allow_pickle or getattr(reader, "allow_pickle", None)
+    with (
+        overridden(
+            reader,
+            verify=None if settings.verify is None else Verify(settings.verify),
+            allow_pickle=pickles,
+        ),
+        overridden(
+            planner,
+            exclude=settings.exclude,
+            allow_pickle=pickles or None,
+            allow_partial_load=None if settings.strict else True,
+        ),
+        channel,
+    ):
+        return Load(state_dict, reader, planner, channel, settings).run()
+
+
+class Load:
+    """One load, as one rank sees it."""
+
+    metadata: Metadata
+    """As stored."""
+    stored: list[str]
+    """The keys of the checkpoint, renamed."""
+    states: dict[str, Any]
+    """The states to fill: of `Stateful` values theirs, of others the value itself."""
+    template: dict[str, Any]
+    """The same with per-rank values under the names that they are stored by."""
+
+    def __init__(
+        self,
+        state_dict: dict[str, Any],
+        reader: StorageReader,
+        planner: LoadPlanner,
+        channel: Channel,
+        settings: LoadSettings = LoadSettings(),  # noqa: B008 - frozen
+    ) -> None:
+        self.original = state_dict
+        self.reader = reader
+        self.planner = planner
+        self.channel = channel
+        self.settings = settings
+        self.report = LoadReport()
+        self._plans_alone = plans_alone(planner, reader)
+        self._left_out: list[str] = []
+        self._quiet = contextlib.ExitStack()
+
+    def run(self) -> LoadReport:
+        # States are asked for, and given back, only when no rank can fail for another reason:
+        # both may communicate, and would wait for the rank that failed.
+        self.channel.exchange(TextExchange("open"), self._open, agree_on_checkpoint)
+        with self._quiet:
+            planned = self.channel.exchange(
+                LoadPlanExchange(), self._plan_locally, self._plan_globally
+            )
+            self.report.unexpected = self._name_unexpected(planned.unexpected)
+            plan = self._plan if planned.plan is None else planned.plan
+            self.channel.do_together("read", lambda: self._read(plan))
+        self.channel.do_together("give back", self._give_back)
+        return self.report
+
+    # Open
+
+    def _open(self) -> str:
+        refuse_dcp(self.planner, self.reader)
+        place = comparable_place(getattr(self.reader, "checkpoint_id", None))
+        save_queue().settle(place)
+        self.metadata, is_common = self._read_metadata()
+        return announce_load(self.metadata.storage_meta if is_common else None)
+
+    def _read_metadata(self) -> tuple[Metadata, bool]:
+        """The metadata, and whether it is common to all ranks or that of this rank only."""
+        try:
+            return self.reader.read_metadata(), True
+        except CheckpointException:
+            raise
+        except Exception:
+            if not takes_any_keyword(type(self.reader).read_metadata):
+                raise
+        return self.reader.read_metadata(rank=self.channel.rank), False
+
+    # Plan
+
+    def _plan_locally(self) -> PlannedLoad:
+        channel, reader, planner = self.channel, self.reader, self.planner
+        self.states = self._ask_for_states()
+        seen = renamed(self.metadata, self.settings.rename)
+        self._ask_for_templates(seen)
+        # From here on nobody is asked for a state, which may take memory and make cycles.
+        self._quiet.enter_context(paused_in_front())
+        self.template, self._rank_values = choose_rank_values(
+            self.states, channel.rank, channel.world_size, _names_in(seen)
+        )
+        with paused_collection():
+            planner.set_up_planner(self.template, seen, channel.is_coordinator)
+        set_up_reader(reader, self.metadata, channel)
+        with paused_collection():
+            plan = planner.create_local_plan()
+        self._plan = reader.prepare_local_plan(plan)
+        planner.check_values(reader.read_values(planner.values_to_check()))
+        return PlannedLoad(self._compare_keys(seen), None if self._plans_alone else self._plan)
+
+    def _ask_for_states(self) -> dict[str, Any]:
+        if not any(map(is_stateful, self.original.values())):
+            return self.original
+        # In the same order on all ranks, since state_dict() may communicate.
+        states = {}
+        for key, value in sorted(self.original.items()):
+            with _noting(f"asking {key!r} for its state"):
+                asked = is_stateful(value) and not _gives_template(value)
+                states[key] = value.state_dict() if asked else value
+        return states
+
+    def _ask_for_templates(self, metadata: Metadata) -> None:
+        """Ask those that decide by the checkpoint what they want of it."""
+        rank, world_size = self.channel.rank, self.channel.world_size
+        for key, value in self.states.items():
+            if _gives_template(value):
+                template = value.template_for(metadata, key, rank, world_size)
+                # Made from the checkpoint: what nobody wants of it must not be there at all.
+                self.states[key], left_out = value.pruned(template, key, self.planner.excludes)
+                self._left_out += left_out
+
+    def _compare_keys(self, metadata: Metadata) -> Bools:
+        """Fill the report, and say which stored keys this rank does not ask for."""
+        entries = metadata.state_dict_metadata
+        self.stored = list(entries)
+        wanted = getattr(self.planner, "state_dict", self.template)
+        excludes = self.planner.excludes
+        self.report.loaded = [n for n in wanted if n in entries and not excludes(n)]
+        self.report.missing = [n for n in wanted if n not in entries and not excludes(n)]
+        self.report.excluded = [*self._left_out, *(n for n in wanted if excludes(n))]
+        covered = (
+            # What other ranks stored of a value that differs by rank is not for this one.
+            *(".".join(map(str, path)) + ".rank-" for path in self._rank_values),
+            *self.planner.covered_prefixes,
+            *(f"{name}." for name in self._left_out),
+        )
+        unexpected = (
+            name not in wanted and not name.startswith(covered) and not excludes(name)
+            for name in self.stored
+        )
+        return np.fromiter(unexpected, dtype=bool, count=len(self.stored))
+
+    def _name_unexpected(self, unexpected: Bools) -> list[str]:
+        return [self.stored[row] for row in np.flatnonzero(unexpected).tolist()]
+
+    def _plan_globally(self, planned: Sequence[PlannedLoad]) -> list[PlannedLoad]:
+        # A key that any rank asks for is expected: stages of a pipeline ask for their own.
+        unexpected: Bools = np.logical_and.reduce([each.unexpected for each in planned])
+        if self.settings.strict == "exact" and unexpected.any():
+            nobody_wants = self._name_unexpected(unexpected)
+            shown = ", ".join(map(repr, nobody_wants[:5]))
+            raise MissingKeyError(
+                f"the checkpoint has {len(nobody_wants)} keys that no state dict asks for, such as "
+                f"{shown}. Add them, or load with strict=True"
+            )
+        plans = [each.plan for each in planned if each.plan is not None]
+        if not plans:
+            return [PlannedLoad(unexpected, None)] * len(planned)
+        if len(plans) < len(planned):
+            raise PlanError(
+                "some ranks plan the load with another planner or storage than the others. Pass "
+                "the same on all ranks"
+            )
+        final = self.reader.prepare_global_plan(self.planner.create_global_plan(plans))
+        return [PlannedLoad(unexpected, plan) for plan in final]
+
+    # Read
+
+    def _read(self, plan: LoadPlan) -> None:
+        final = self.planner.finish_plan(plan)
+        before = getattr(self.reader, "bytes_read", 0)
+        self.reader.read_data(final, self.planner).wait()
+        self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
+        self.planner.finish_load()
+
+    # Give back
+
+    def _give_back(self) -> None:
+        """Hand loaded states to their owners, and put other values in their place."""
+        if self.template is not self.states:
+            restore_rank_values(self.states, self.template, self._rank_values)
+        if self.states is self.original:
+            return
+        for key, value in sorted(self.original.items()):
+            state = self.states[key]
+            if not is_stateful(value):
+                self.original[key] = state
+                continue
+            if _gives_template(value):
+                # Where the checkpoint has nothing, there may be memory that nothing filled.
+                missing = set(self.report.missing)
+                state, _ = value.pruned(state, key, missing.__contains__)
+            with _noting(f"giving {key!r} its state"):
+                value.load_state_dict(state)
+
+
+def _names_in(metadata: Metadata) -> Iterator[str]:
+    """All names of a checkpoint, those of dicts without content included."""
+    yield from metadata.state_dict_metadata
+    for path in getattr(metadata.planner_data, "empties", ()):
+        yield ".".join(map(str, path))
+
+
+def _gives_template(value: Any) -> bool:
+    return is_stateful(value) and hasattr(type(value), "template_for")

@@ -1,0 +1,41 @@
+"""Loading under other names: the metadata of a checkpoint with the names of a state dict."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from reshard.metadata import STORAGE_TYPES, Metadata
+
+__all__ = ["Rename", "renamed"]
+
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+
+
+def renamed(metadata: Metadata, rename: Rename | None) -> Metadata:
+    """Metadata with the names of the state dict; data stays under the stored names."""
+    if rename is None:
+        return metadata
+    change = rename if callable(rename) else _prefix_rename(rename)
+    entries: dict[str, STORAGE_TYPES] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        new = change(name)
+        if new in entries:
+            raise ValueError(f"rename gives two keys of the checkpoint the name {new!r}")
+        entries[new] = (
+            entry if new == name else dataclasses.replace(entry, alias_of=entry.alias_of or name)
+        )
+    return dataclasses.replace(metadata, state_dict_metadata=entries)
+
+
+def _prefix_rename(rename: Mapping[str, str]) -> Callable[[str], str]:
+    def change(name: str) -> str:
+        parts = name.split(".")
+        for depth in range(len(parts), 0, -1):
+            prefix = ".".join(parts[:depth])
+            if prefix in rename:
+                return ".".join([rename[prefix], *parts[depth:]])
+        return name
+
+    return change

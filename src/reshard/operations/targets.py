@@ -1,0 +1,122 @@
+"""Where a save goes and a load comes from, as callers say it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.coordination.pairing import LOAD, UNKNOWN, Intent
+from reshard.filesystem import FileSystemReader, FileSystemWriter
+from reshard.storage import StorageReader, StorageWriter
+
+__all__ = ["LoadSource", "SaveTarget", "comparable_place"]
+
+Place = str | os.PathLike[str]
+
+
+def comparable_place(checkpoint_id: Any) -> str | None:
+    """A place in a form that can be compared; None if it is none."""
+    text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
+    if not isinstance(text, str):
+        return None
+    return text if "://" in text else os.path.realpath(text)
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """A storage to write to, a place, or a place in a storage."""
+
+    writer: StorageWriter | None
+    checkpoint_id: Place | None
+
+    def choose_writer(self) -> StorageWriter:
+        """The storage, ready for a new checkpoint."""
+        if self.writer is not None:
+            if self.checkpoint_id is not None:
+                self.writer.reset(self.checkpoint_id)
+            return self.writer
+        if not self.checkpoint_id:
+            raise RuntimeError(
+                "`checkpoint_id` must be specified if `storage_writer` is None: say where to save"
+            )
+        if not FileSystemWriter.validate_checkpoint_id(self.checkpoint_id):
+            raise RuntimeError(
+                f"Cannot detect which storage {self.checkpoint_id!r} is in: pass a directory, or a "
+                "storage_writer"
+            )
+        writer = FileSystemWriter(self.checkpoint_id)
+        writer.reset(self.checkpoint_id)
+        return writer
+
+    @property
+    def place(self) -> str | None:
+        """Where the save goes. The writer is not touched: it may be busy with an earlier save."""
+        if self.checkpoint_id is None:
+            return comparable_place(getattr(self.writer, "checkpoint_id", None))
+        return comparable_place(self.checkpoint_id)
+
+    def intent(self, what: str, use_collectives: bool) -> Intent:
+        """What a call is about to do, in the same words on all ranks."""
+        if not use_collectives:
+            what += " without collectives"
+        # What is wrong with the arguments of this rank is told to all when they are used.
+        try:
+            if self.writer is None:
+                place = self.place if self.checkpoint_id else None
+            else:
+                place = self.writer.shared_place(self.checkpoint_id)
+        except (OSError, ValueError, TypeError):
+            return UNKNOWN
+        if place is not None:
+            what += f" to {comparable_place(place)!r}"
+        elif self.writer is None:
+            return UNKNOWN
+        return Intent(what, what)
+
+    def absolute(self) -> SaveTarget:
+        """The same for later, or for another process: relative paths are taken from here."""
+        place = self.checkpoint_id
+        if self.writer is not None:
+            place = self.writer.shared_place(place) or place
+        elif place and FileSystemWriter.validate_checkpoint_id(place):
+            place = os.path.abspath(place)
+        return SaveTarget(self.writer, place)
+
+
+@dataclass(frozen=True)
+class LoadSource:
+    """A storage to read from, a place, or a place in a storage."""
+
+    reader: StorageReader | None
+    checkpoint_id: Place | None
+
+    def choose_reader(self) -> StorageReader:
+        """The storage, ready for a new load."""
+        if self.reader is not None:
+            if self.checkpoint_id is not None:
+                self.reader.reset(self.checkpoint_id)
+            return self.reader
+        if not self.checkpoint_id:
+            raise RuntimeError(
+                "`checkpoint_id` must be specified if `storage_reader` is None: say what to load"
+            )
+        if not FileSystemReader.validate_checkpoint_id(self.checkpoint_id):
+            raise RuntimeError(
+                f"Cannot detect which storage {self.checkpoint_id!r} is in: pass a directory, or a "
+                "storage_reader"
+            )
+        reader = FileSystemReader(self.checkpoint_id)
+        reader.reset(self.checkpoint_id)
+        return reader
+
+    def intent(self) -> Intent:
+        """What a call is about to do. Ranks may have a copy each, at places of their own."""
+        chosen = self.checkpoint_id
+        if chosen is None:
+            chosen = getattr(self.reader, "checkpoint_id", None)
+        try:
+            place = comparable_place(chosen)
+        except (OSError, ValueError):
+            place = None
+        return Intent(LOAD, f"load of {place!r}" if place else "load")
