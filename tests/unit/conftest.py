@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-import reshard.staging
 from reshard.staging import StagingPool, staging_pool
 
 
@@ -22,5 +21,5 @@ def pool() -> Iterator[StagingPool]:
 @pytest.fixture
 def process_pool(monkeypatch: pytest.MonkeyPatch, pool: StagingPool) -> StagingPool:
     """A new pool in the place of the one that all stagers of the process use."""
-    monkeypatch.setattr(reshard.staging, "_pool", pool)
+    monkeypatch.setattr(staging_pool, "_made", [pool])
     return staging_pool()
