@@ -31,7 +31,7 @@ lint: setup  ## ruff: style and formatting
 types: setup  ## mypy --strict on src
 	@$(BIN)/mypy
 
-layers: setup  ## import-linter: imports go down the layers of docs/design
+layers: setup  ## import-linter: imports go down the layers in pyproject.toml
 	@$(BIN)/lint-imports --no-cache
 
 tests: setup  ## pytest on both cores
