@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests test-all bench bench-planning bench-save-load bench-async clean
+.PHONY: help setup demo test lint types layers tests test-all bench bench-planning bench-save-load bench-async bench-before-after clean
 
 help:  ## Explain every target
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ bench-save-load: setup  ## Saves and loads on two ranks, beside DCP, safetensors
 
 bench-async: setup  ## What asynchronous saves cost the training, beside a plain copy and DCP
 	@$(BIN)/python -W ignore benchmarks/async_save.py
+
+bench-before-after: setup  ## This tree beside an earlier one, in turns: BASE=<commit>
+	@$(BIN)/python -W ignore benchmarks/before_after.py --base $(or $(BASE),HEAD~1)
 
 clean:  ## Remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

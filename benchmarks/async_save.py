@@ -24,7 +24,7 @@ from rich.table import Table
 from save_load import Shard, leaves, make_state
 
 import reshard
-from reshard.background.saves import worker_of_this_process
+from reshard.background.worker import worker_of_this_process
 from reshard.state_dict_saver import AsyncCheckpointerType
 
 KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
