@@ -26,9 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import os
 import pickle
+import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 __all__ = [
@@ -55,47 +58,52 @@ __all__ = [
 WRAPPED_EXCEPTION: TypeAlias = tuple[BaseException, traceback.StackSummary]
 
 
-@contextlib.contextmanager
-def _noting(what: str) -> Iterator[None]:
-    """Say with an error that comes from the code of users what was being done."""
-    try:
-        yield
-    except Exception as error:
-        # From Python 3.11 on; before that, the stack must do.
-        if hasattr(error, "add_note"):
-            error.add_note(f"while {what}")
-        raise
-
-
 class CheckpointException(Exception):  # noqa: N818 - the name is part of the contract
     """A save or a load failed.
 
     `failures` maps each rank that failed to its exception and the stack where it was
     raised. It is empty when the error was found on this rank before any exchange.
+
+    The text begins with the reason, says which ranks it holds for, and ends with the stacks
+    of code that is not ours.
     """
 
+    _raised_at: tuple[int, traceback.StackSummary] | None = None
+
     def __init__(self, msg: str, failures: Mapping[int, WRAPPED_EXCEPTION] | None = None) -> None:
-        self._msg = msg
         self._failures = dict(failures or {})
-        super().__init__(msg, self._failures)
+        self._msg = f"{msg}: {_describe(self._failures)}" if failures else msg
+        super().__init__(self._msg)
 
     @property
     def failures(self) -> dict[int, WRAPPED_EXCEPTION]:
         """Rank -> (exception, stack) for every rank that failed."""
-        return self._failures
+        told: dict[int, WRAPPED_EXCEPTION] = self.__dict__.get("_failures", {})
+        if not told and self._raised_at is not None:
+            # A copy without failures: whoever looks for the reason by way of them finds an end.
+            rank, stack = self._raised_at
+            reason = _restore(type(self), self.args)
+            reason.__dict__.update(self.__dict__, _raised_at=None)
+            return {rank: (reason, stack)}
+        return told
+
+    @property
+    def _reason(self) -> str:
+        """The text without stacks."""
+        return str(self.__dict__.get("_msg", Exception.__str__(self)))
 
     def __str__(self) -> str:
-        if not self._failures:
-            return self._msg
-        ranks = ", ".join(str(rank) for rank in sorted(self._failures))
-        lines = [f"{self._msg}: failed on rank {ranks}"]
-        for rank in sorted(self._failures):
-            error, stack = self._failures[rank]
-            lines.append(f"\n[rank {rank}] Traceback (most recent call last):")
-            if stack:
-                lines.append("".join(traceback.format_list(list(stack))).rstrip("\n"))
-            lines.append("".join(traceback.format_exception_only(error)).rstrip("\n"))
-        return "\n".join(lines)
+        failures = self.__dict__.get("_failures", {})
+        stacks = _describe_stacks(failures, self.__cause__) if failures else []
+        return "\n\n".join([self._reason, *stacks])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by the constructor: those of subclasses take other arguments.
+        return _restore, (type(self), self.args), self.__dict__
+
+
+def _restore(kind: type[CheckpointException], args: tuple[Any, ...]) -> CheckpointException:
+    return kind.__new__(kind, *args)
 
 
 class PlanError(CheckpointException, ValueError):
@@ -170,6 +178,142 @@ class BusyError(CheckpointException, RuntimeError):
     """As many saves are in flight as there may be, and the caller would not wait."""
 
 
+# Failures as text
+
+_MOST_REASONS = 5
+_HINTS = {
+    errno.ENOSPC: "Free some space, or save somewhere else.",
+    errno.EDQUOT: "Free some of the quota, or save somewhere else.",
+    errno.EACCES: "Check who may read and write there.",
+    errno.EROFS: "Save somewhere else.",
+}
+
+
+def _describe(failures: Mapping[int, WRAPPED_EXCEPTION], doing: str = "") -> str:
+    """Each reason once, with the ranks that it holds for; `doing` is what they were doing."""
+    groups = _by_reason(failures)
+    paragraphs = []
+    for reason, ranks in groups[:_MOST_REASONS]:
+        error = failures[ranks[0]][0]
+        names_ranks = isinstance(error, RankLostError) or error.__dict__.get("_failures")
+        where = f"\nOn {_name_ranks(ranks)}{doing and f', {doing}'}."
+        paragraphs.append(reason if names_ranks else reason + where)
+    if others := [rank for _, ranks in groups[_MOST_REASONS:] for rank in ranks]:
+        more = f"For {len(groups) - _MOST_REASONS} other reasons on {_name_ranks(sorted(others))}"
+        paragraphs.append(f"{more}: see the failures of this exception.")
+    return "\n\n".join(paragraphs)
+
+
+def _by_reason(failures: Mapping[int, WRAPPED_EXCEPTION]) -> list[tuple[str, list[int]]]:
+    groups: dict[object, tuple[str, list[int]]] = {}
+    for rank in sorted(failures):
+        error, stack = failures[rank]
+        reason = _explain(error, stack)
+        # A full disk is one reason, although each rank writes a file of its own.
+        number = None if isinstance(error, CheckpointException) else getattr(error, "errno", None)
+        groups.setdefault((type(error), number or reason), (reason, []))[1].append(rank)
+    return list(groups.values())
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Sorted ranks for people: "ranks 0, 2 and 5-7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def _explain(error: BaseException, stack: Sequence[traceback.FrameSummary] = ()) -> str:
+    """Why `error` was raised, without its stack."""
+    text = _text_of(error)
+    if isinstance(error, CheckpointException):
+        text = error._reason
+    elif isinstance(error, OSError) and error.strerror:
+        place = "" if error.filename is None else f": {os.fsdecode(error.filename)!r}"
+        hint = _HINTS.get(error.errno or 0, "")
+        text = f"{error.strerror}{place}{hint and f'. {hint}'}"
+    elif isinstance(error, RemoteError):
+        text = text.partition("\nTraceback")[0]
+    elif not _is_deliberate(error, stack):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    for note in getattr(error, "__notes__", ()):
+        text += f" ({note})"
+    return text
+
+
+def _describe_stacks(
+    failures: Mapping[int, WRAPPED_EXCEPTION], shown: BaseException | None
+) -> list[str]:
+    """The stacks of code that is not ours; not that of `shown`, which Python prints."""
+    texts = []
+    for _, ranks in _by_reason(failures)[:_MOST_REASONS]:
+        error, stack = failures[ranks[0]]
+        if isinstance(error, CheckpointException) and error is not shown:
+            nested = error.__dict__.get("_failures")
+            texts += _describe_stacks(nested, shown) if nested else []
+        elif error is not shown and (frames := _frames_to_show(error, stack)):
+            lines = "".join(traceback.format_list(frames)).rstrip("\n")
+            texts.append(f"Stack of rank {ranks[0]} (most recent call last):\n{lines}")
+    return texts
+
+
+def _frames_to_show(
+    error: BaseException, stack: Sequence[traceback.FrameSummary]
+) -> list[traceback.FrameSummary]:
+    """The part of a stack that helps: code of users and what it called, or a bug of ours."""
+    if isinstance(error, CheckpointException) or not isinstance(error, Exception):
+        return []
+    frames = list(itertools.dropwhile(lambda frame: _is_internal(frame.filename), stack))
+    if frames or isinstance(error, OSError | MemoryError) or _is_deliberate(error, stack):
+        return frames
+    return list(stack)
+
+
+def _is_deliberate(error: BaseException, stack: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether it was raised by a statement of ours, with a text for people."""
+    if isinstance(error, CheckpointException):
+        return True
+    return any(
+        frame.filename.startswith(_HERE) and (frame.line or "").startswith("raise ")
+        for frame in stack[-1:]
+    )
+
+
+_HERE = os.path.dirname(__file__) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+def _is_internal(filename: str) -> bool:
+    """Whether a file belongs to Reshard, torch or Python."""
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    if filename.startswith((_HERE, "<frozen ")) or (
+        torch and filename.startswith(os.path.dirname(torch) + os.sep)
+    ):
+        return True
+    return filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename
+
+
+@contextlib.contextmanager
+def _noting(what: str) -> Iterator[None]:
+    """Add a note that says what user code was running."""
+    try:
+        yield
+    except Exception as error:
+        # As `add_note` does, which is there from Python 3.11 on.
+        notes = [*getattr(error, "__notes__", ()), f"while {what}"]
+        with contextlib.suppress(AttributeError):
+            error.__notes__ = notes  # type: ignore[attr-defined]
+        raise
+
+
+# Failures on their way to other processes
+
+
 def _wrap_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
     """`exc` with the stack where it was raised, in a form that pickles."""
     frames = [
@@ -184,7 +328,7 @@ class RemoteError(RuntimeError):
 
 
 def _portable_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
-    """The same, as text if `exc` itself cannot be sent to another process."""
+    """As `_wrap_exception`, with a text for an `exc` that cannot be sent to another process."""
     wrapped = _wrap_exception(exc)
     try:
         pickle.loads(pickle.dumps(wrapped))
@@ -198,7 +342,7 @@ def _text_of(exc: BaseException) -> str:
     try:
         return str(exc)
     except Exception as error:  # noqa: BLE001 - it must not take the place of the failure
-        return f"its text cannot be had: {type(error).__name__}"
+        return f"its text cannot be formatted: {type(error).__name__}"
 
 
 def _whole_text_of(exc: BaseException) -> str:
@@ -206,7 +350,7 @@ def _whole_text_of(exc: BaseException) -> str:
     try:
         lines = "".join(traceback.format_exception(exc))
     except Exception as error:  # noqa: BLE001 - as above, of its notes and causes
-        lines = f"Traceback cannot be had: {type(error).__name__}\n"
+        lines = f"Traceback cannot be formatted: {type(error).__name__}\n"
     return f"{type(exc).__name__}: {_text_of(exc)}\n{lines}"
 
 

@@ -267,11 +267,11 @@ class FileSystemWriter(StorageWriter):
                 content.key for content, is_one in zip(contents, pickled, strict=True) if is_one
             ]
             logger.warning(
-                "%d values at %s can only be stored as pickles, which a load reads with "
-                "allow_pickle=True: %s",
-                len(keys),
-                store.location,
-                ", ".join(keys[:5]),
+                "%s at %s stored as %s (load with allow_pickle=True): %s",
+                "1 value" if len(keys) == 1 else f"{len(keys)} values",
+                f"{store.location} {'is' if len(keys) == 1 else 'are'}",
+                "a pickle" if len(keys) == 1 else "pickles",
+                ", ".join(map(repr, keys[:5])),
             )
         groups = [list(range(len(contents)))]
         if not self.single_file_per_rank:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -115,6 +116,16 @@ class Metadata:
     storage_data: Any = None
     storage_meta: StorageMeta | None = None
     version: str | None = None
+
+    def __repr__(self) -> str:
+        entries = self.state_dict_metadata
+        tensors = [e for e in entries.values() if isinstance(e, TensorStorageMetadata)]
+        nbytes = sum(
+            e.size.numel() * e.properties.dtype.itemsize for e in tensors if e.alias_of is None
+        )
+        names = ", ".join([*map(repr, islice(entries, 3)), *(["..."] if len(entries) > 3 else [])])
+        counts = f"{len(tensors)} tensors of {nbytes:,} bytes, {len(entries) - len(tensors)} values"
+        return f"<Metadata: {counts}{names and f': {names}'}>"
 
 
 @dataclass(frozen=True, init=False)

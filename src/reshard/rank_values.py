@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from reshard.api import CheckpointException
+from reshard.api import CheckpointException, MissingKeyError
 from reshard.metadata import STATE_DICT_TYPE
 from reshard.tensors.flatten import SplitDict
 from reshard.tensors.nesting import replace_values, tuple_like
@@ -84,12 +84,25 @@ def choose_rank_values(
         if mark.on_resize == "drop":
             chosen[path] = None
             return SplitDict()
-        raise CheckpointException(
-            f"{prefix!r} differs by rank, and the checkpoint was not saved by {world_size} ranks. "
-            "Mark it with on_resize='drop' or 'first' to load it all the same"
-        )
+        raise _not_stored(prefix, world_size, names)
 
     return _replace_marks(state_dict, choose), chosen
+
+
+def _not_stored(name: str, world_size: int, names: list[str]) -> CheckpointException:
+    leave = "Mark it with per_rank(..., on_resize='drop') to leave it as it is"
+    first = _first_from(names, f"{name}.rank-0-of-")
+    if first:
+        saved_by = first[len(name) :].split(".")[1].rpartition("-")[2]
+        return CheckpointException(
+            f"{name!r} differs by rank: saved by {saved_by} ranks, loaded by {world_size}. "
+            f"{leave}, or with 'first' to take that of rank 0"
+        )
+    if _first_from(names, name) == name or _first_from(names, f"{name}."):
+        return CheckpointException(
+            f"{name!r} is not stored as a per-rank value. Load it without per_rank(...)"
+        )
+    return MissingKeyError(f"Missing key in checkpoint state_dict: {name}. {leave}")
 
 
 def _first_from(names: list[str], beginning: str) -> str | None:

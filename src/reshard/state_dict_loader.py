@@ -54,7 +54,8 @@ def load(
     they are; `strict="exact"` also refuses keys of the checkpoint that nobody asked for.
     Keys that match a pattern of `exclude` (`*` and `?` as in a shell) stay as they are.
     `rename` maps names of the checkpoint, or their dotted prefixes, to names of the state
-    dict. `verify` says which chunks are checked against their checksums: those read whole
+    dict: `{"model": ""}` takes a prefix away, `{"": "model"}` puts one before all names.
+    `verify` says which chunks are checked against their checksums: those read whole
     (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). A rank
     that does not answer for `timeout_seconds` counts as failed; 0 means to wait for ever.
     """

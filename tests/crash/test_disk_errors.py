@@ -45,7 +45,9 @@ def failure_of(save: Callable[[], Any]) -> OSError:
     assert list(caught.value.failures) == [0]
     error = caught.value.failures[0][0]
     assert isinstance(error, OSError)
-    assert str(error) in str(caught.value)
+    assert caught.value.__cause__ is error
+    place = "" if error.filename is None else f": {error.filename!r}"
+    assert str(caught.value).startswith(f"{error.strerror}{place}")
     return error
 
 

@@ -194,7 +194,7 @@ def stay_away_after_one(folder: str) -> str:
 def test_a_rank_that_does_not_come_is_named_with_what_it_did_last(tmp_path: Path) -> None:
     told = run_ranks(2, stay_away_after_one, str(tmp_path))[0]
 
-    assert "lost rank 1 in phase 'open' of save to" in told
+    assert f"lost rank 1 while getting ready, in the save to '{tmp_path}/b': " in told
     assert f"(its last was save to '{tmp_path}/a')" in told
 
 

@@ -312,11 +312,11 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
         AssertionError,
         api.PlanError,
     ),
-    "planner.SavePlanner": (error_of_a_planner_of_torch, None, api.CheckpointException),
+    "planner.SavePlanner": (error_of_a_planner_of_torch, None, api.PlanError),
     "filesystem.FileSystemWriter.overwrite": (
         error_of_a_save_that_was_overtaken,
         None,
-        api.CheckpointException,
+        api.CommitConflictError,
     ),
     "filesystem.FileSystemWriter._extensions": (error_of_a_stream_extension, None, ValueError),
     "optimizer.load_sharded_optimizer_state_dict": (

@@ -65,7 +65,7 @@ class MuteAndBound(Mute):
         raise TypeError("cannot be pickled")
 
 
-def test_an_error_whose_text_cannot_be_had_arrives() -> None:
+def test_an_error_whose_text_cannot_be_formatted_arrives() -> None:
     error = received(Mute(1))
 
     assert type(error) is Mute
@@ -83,7 +83,9 @@ def test_an_error_that_can_neither_be_sent_nor_told_arrives_by_its_class(
     error = received(kind(1))
 
     assert type(error) is RemoteError
-    assert str(error).startswith(f"{kind.__name__}: its text cannot be had: ValueError\nTraceback")
+    assert str(error).startswith(
+        f"{kind.__name__}: its text cannot be formatted: ValueError\nTraceback"
+    )
 
 
 def test_failures_of_other_ranks_stay_failures_of_other_ranks(only_here: type[Exception]) -> None:
@@ -91,7 +93,9 @@ def test_failures_of_other_ranks_stay_failures_of_other_ranks(only_here: type[Ex
     error = received(CheckpointException("write", {3: inner, 5: (KeyError("w"), inner[1])}))
 
     assert isinstance(error, CheckpointException)
-    assert str(error).startswith("write: failed on rank 3, 5")
+    assert str(error).startswith(
+        "write: OnlyHere: the disk is on fire\nOn rank 3.\n\nKeyError: 'w'\nOn rank 5."
+    )
     assert isinstance(error.failures[3][0], RemoteError)
     assert "the disk is on fire" in str(error.failures[3][0])
     assert isinstance(error.failures[5][0], KeyError)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import reshard
+from reshard.api import CheckpointNotFoundError
 from reshard.patching import Patch
 from support.ranks import run_alone
 
@@ -243,7 +244,7 @@ def attempt(path):
         return type(error)
 """)
     with reshard.patch():
-        assert careful.attempt(tmp_path / "nothing") is reshard.CheckpointException
+        assert careful.attempt(tmp_path / "nothing") is CheckpointNotFoundError
 
 
 # What Reshard does not have

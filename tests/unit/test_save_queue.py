@@ -229,7 +229,9 @@ def test_failures_that_nobody_saw_are_raised_one_by_one_and_the_oldest_first(
         if place == "b":
             future.exception()
     for place in "ac":
-        with pytest.raises(CheckpointException, match=f"save to '{place}' failed earlier: {place}"):
+        with pytest.raises(
+            CheckpointException, match=f"to '{place}' failed earlier: OSError: {place}"
+        ):
             queue.raise_unseen()
     queue.raise_unseen()
 
@@ -302,7 +304,7 @@ def test_to_settle_a_place_raises_the_failures_there_and_no_other(queue: SaveQue
     queue.submit("here", gate)
     gate.opened.set()
     done(queue.submit("there", failing(OSError("no such bucket"))))
-    with pytest.raises(CheckpointException, match="save to 'here' failed earlier: disk full"):
+    with pytest.raises(CheckpointException, match="to 'here' failed earlier: OSError: disk full"):
         queue.settle("here")
     queue.settle("here")
     queue.settle(None)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
-from reshard.api import BusyError, CheckpointException, _text_of
+from reshard.api import BusyError, CheckpointException, _explain, _wrap_exception
+from reshard.coordination.failures import say_again
 from reshard.engine.process_wide import ProcessWide, release_all
 from reshard.metadata import Metadata
 
@@ -119,7 +120,7 @@ class SaveQueue:
                 error = future.failure
                 if not future.seen and error is not None and place in (None, future.place):
                     future.seen = True
-                    raise _again(future, error)
+                    raise _again(future, error, "failed earlier")
 
     def settle(self, place: str | None) -> None:
         """Wait for the saves to a place, and raise their failures as `raise_unseen` does."""
@@ -177,7 +178,11 @@ class SaveQueue:
         except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the outcome
             failure = error
             # The error may be kept for long, and would keep the state dict with it.
-            traceback.clear_frames(error.__traceback__)
+            for kept in filter(None, (error, error.__cause__)):
+                traceback.clear_frames(kept.__traceback__)
+            if isinstance(error, CheckpointException):
+                # Its text and `failures` say what happened; the frames are ours.
+                error.__traceback__ = None
         with self._changed:
             self._in_flight.remove(future)
             self._finishing = future
@@ -228,11 +233,8 @@ class SaveQueue:
         for future in self._failed:
             error = future.failure
             if error is not None and not future.seen:
-                text = "".join(traceback.format_exception(error))
-                _say(
-                    f"reshard: the save to {future.place!r} failed, and nobody looked at its "
-                    f"future. There is no new checkpoint at that place.\n{text}"
-                )
+                again = _again(future, error, "failed, and nobody looked at its future")
+                _say(f"reshard: {again}\n\nThere is no new checkpoint at that place.")
 
 
 @contextlib.contextmanager
@@ -248,12 +250,12 @@ def _say(text: str) -> None:
     os.write(2, (text.rstrip() + "\n").encode())
 
 
-def _again(future: SaveFuture, error: BaseException) -> CheckpointException:
-    earlier = f"the background save to {future.place!r} failed earlier"
-    if isinstance(error, CheckpointException) and error.failures:
-        # They say all that there is to say; as a cause it would all be printed again.
-        return CheckpointException(earlier, error.failures)
-    again = CheckpointException(f"{earlier}: {_text_of(error)}")
+def _again(future: SaveFuture, error: BaseException, how: str) -> CheckpointException:
+    """`error` for somebody who did not start that save."""
+    text = f"the save to {future.place!r} {how}: {_explain(*_wrap_exception(error))}"
+    if isinstance(error, CheckpointException):
+        return say_again(error, text)
+    again = CheckpointException(text)
     again.__cause__ = error
     return again
 

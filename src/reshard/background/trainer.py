@@ -11,6 +11,7 @@ from reshard.background.queue import SaveFuture, WhenBusy, save_queue
 from reshard.background.worker import PackedSave, WorkerRequest, worker_of_this_process
 from reshard.coordination.channel import Channel, failing_together
 from reshard.coordination.error_wire import decode_error
+from reshard.coordination.failures import join_failures
 from reshard.coordination.meeting import Meeting, call_meeting, check_meeting
 from reshard.default_planner import DefaultSavePlanner
 from reshard.metadata import STATE_DICT_TYPE, Metadata
@@ -233,7 +234,8 @@ class BackgroundSave:
                 raise
             # As it would be if this process had saved by itself.
             failures = {self.channel.rank: _wrap_exception(error)}
-            raise CheckpointException("handing the state to the worker", failures) from error
+            failed = join_failures(failures, "handing over", self.channel.rank, error)
+            raise failed from failed.__cause__
         finally:
             if copied is not None:
                 copied.release()

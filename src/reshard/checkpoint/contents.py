@@ -353,3 +353,10 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
 
     def __len__(self) -> int:
         return len(self.manifest.chunk_files) + len(self.manifest.value_names)
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return (
+            f"<StorageTable of {len(m.chunk_files)} chunks and {len(m.value_names)} values in "
+            f"{len(m.files)} files>"
+        )

@@ -85,15 +85,20 @@ def read_manifest(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Mani
     """The manifest of the checkpoint in `store`, or that of all its parts."""
     try:
         manifest = read_one_manifest(store, MANIFEST, limit_bytes)
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         parts = _numbered_parts(store)
         if not parts:
-            raise CheckpointNotFoundError(_describe_absence(store)) from error
+            raise CheckpointNotFoundError(_describe_absence(store)) from None
         return _merge([read_one_manifest(store, part, limit_bytes) for part in parts], store)
+    except NotADirectoryError:
+        raise CheckpointNotFoundError(
+            f"{store.location} is not a checkpoint, which is a directory. If torch.save made that "
+            "file, read it with torch.load"
+        ) from None
     except OSError as error:
         raise CheckpointNotFoundError(
             f"the manifest at {store.location} cannot be read: {error}"
-        ) from error
+        ) from None
     if _PARTS in manifest.notes:
         manifest = _merge(_read_parts(store, manifest.notes, limit_bytes), store)
     return manifest
@@ -170,13 +175,17 @@ def has_checkpoint(store: Store) -> bool:
 def _describe_absence(store: Store) -> str:
     keys = store.list()
     if not keys:
-        return f"there is no checkpoint at {store.location}"
+        return f"there is no checkpoint at {store.location}: nothing is there. Check the path"
     if any(_SHARD_FILE.fullmatch(key) for key in keys):
         return (
             f"the checkpoint at {store.location} was never committed: it has shard files but no "
             f"{MANIFEST}. A save that was cut off leaves these; load an older checkpoint"
         )
-    return f"there is no checkpoint at {store.location}: it has no {MANIFEST}"
+    shown = ", ".join([*map(repr, keys[:3]), *(["..."] if len(keys) > 3 else [])])
+    return (
+        f"there is no checkpoint at {store.location}: it has no {MANIFEST}, only {shown}. If the "
+        "checkpoint is one of these, pass its path"
+    )
 
 
 # Parts without an index: how saves without collectives used to end

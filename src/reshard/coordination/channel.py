@@ -13,9 +13,10 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from reshard.api import CheckpointException, _wrap_exception
+from reshard.api import CheckpointException
 from reshard.coordination.error_wire import decode_error, encode_error
 from reshard.coordination.exchange import Exchange
+from reshard.coordination.failures import fail_alone
 from reshard.coordination.last_answers import last_answers
 from reshard.coordination.pairing import UNKNOWN, Intent
 from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
@@ -60,7 +61,8 @@ class Channel(Protocol):
     ) -> A:
         """Each rank gives, the coordinator decides, each rank gets its answer.
 
-        If anybody fails, everybody raises one `CheckpointException` that says who.
+        If anybody fails, everybody raises one error that says who and why: of the class that
+        all failures have, or else a `CheckpointException`.
         """
 
     def do_together(self, phase: str, work: Callable[[], object]) -> None:
@@ -90,19 +92,10 @@ class SoloChannel:
         give: Callable[[], M],
         decide: Callable[[Sequence[M]], Sequence[A]],
     ) -> A:
-        with self._explained(kind.phase):
-            return decide([give()])[0]
+        return _alone(lambda: decide([give()])[0])
 
     def do_together(self, phase: str, work: Callable[[], object]) -> None:
-        with self._explained(phase):
-            work()
-
-    @contextlib.contextmanager
-    def _explained(self, phase: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise CheckpointException(phase, {0: _wrap_exception(error)}) from error
+        _alone(work)
 
     def seal(self) -> None:
         pass
@@ -112,6 +105,14 @@ class SoloChannel:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+def _alone(work: Callable[[], A]) -> A:
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - all are raised
+        # Not from `error`: it may be that itself, and the cause is set where there is one.
+        raise fail_alone(error)  # noqa: B904
 
 
 @contextlib.contextmanager
@@ -139,13 +140,15 @@ def checking_arguments(channel: Channel) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        raised_at = error.__traceback__
         with (
             channel,
             contextlib.suppress(CheckpointException),
             failing_together(channel, "open"),
         ):
             raise
-        raise error
+        error.__traceback__ = raised_at
+        raise
 
 
 def open_channel(

@@ -16,6 +16,7 @@ from reshard.api import (
     _is_wrapped_exception,
     _portable_exception,
 )
+from reshard.coordination.failures import join_failures
 
 __all__ = ["_DistWrapper", "_get_failure_dict"]
 
@@ -115,14 +116,14 @@ class _DistWrapper:
         results = self.all_gather_object(_attempt(map_fun))
         failures = _get_failure_dict(results)
         if failures:
-            raise CheckpointException(step, failures)
+            raise join_failures(failures, step)
         return results
 
     def broadcast(self, step: str, map_fun: Callable[[], T]) -> T:
         """What the coordinator makes, on every rank."""
         made: Any = _attempt(map_fun) if self.is_coordinator else None
         if _is_wrapped_exception(made):
-            made = CheckpointException(step, {self.rank: made})
+            made = join_failures({self.rank: made}, step)
         result: T = _result(self.broadcast_object(made))
         return result
 
@@ -135,10 +136,10 @@ class _DistWrapper:
             return None, None
         failures = _get_failure_dict(results)
         if failures:
-            return None, CheckpointException(step, failures)
+            return None, join_failures(failures, step)
         reduced = _attempt(lambda: reduce_fun(results))
         if _is_wrapped_exception(reduced):
-            return None, CheckpointException(step, {self.rank: reduced})
+            return None, join_failures({self.rank: reduced}, step)
         return reduced, None
 
 

@@ -28,6 +28,7 @@ import msgspec
 from reshard.api import CheckpointException, RankLostError, _wrap_exception
 from reshard.coordination.error_wire import decode_failures, encode_error, encode_failures
 from reshard.coordination.exchange import Exchange
+from reshard.coordination.failures import join_failures, name_phase
 from reshard.coordination.last_answers import last_answers
 from reshard.coordination.liveness import Watch, make_card, read_doing
 from reshard.coordination.pairing import (
@@ -107,6 +108,7 @@ class StoreChannel:
         self._beats = 0
         self._watch = Watch()
         self._interrupt: BaseException | None = None
+        self._own_error: BaseException | None = None
         self._is_sealed = False
         self._was_told = False
         self._pending: tuple[str, int] | None = None
@@ -131,6 +133,7 @@ class StoreChannel:
 
     def __exit__(self, *error: object) -> None:
         self._settle_number()
+        self._own_error = None
         self.thread.beat_with(None)
         kind = error[0]
         left_early = isinstance(kind, type) and not self._was_told
@@ -145,7 +148,7 @@ class StoreChannel:
 
     def gather_scatter(self, phase: str, give: Callable[[], bytes], decide: Decide) -> bytes:
         self._phase += 1
-        own, self._interrupt = _attempt(give)
+        own = self._attempt(give)
         while True:
             answer = self._exchange(phase, own, decide)
             if self._interrupt is not None:
@@ -161,7 +164,8 @@ class StoreChannel:
         self._settle_number()
         if answer.kind == _FAILURE:
             self._was_told = True
-            raise CheckpointException(phase, decode_failures(answer.body))
+            failures = decode_failures(answer.body)
+            raise join_failures(failures, phase, self.rank, self._own_error)
         if self.intent is not None:
             _numbering().behind.get(self.origin, set()).discard((self.group, self.rank))
         return answer.body
@@ -210,9 +214,21 @@ class StoreChannel:
         self.outcome_known = False
         answer = self._run(phase, lambda store: self._ask(store, phase, own))
         if isinstance(answer, RankLostError):
-            raise CheckpointException(phase, {self.coordinator: _wrap_exception(answer)})
+            raise join_failures({self.coordinator: _wrap_exception(answer)}, phase)
         self.outcome_known = True
         return answer
+
+    def _attempt(self, work: Callable[[], bytes]) -> _Answer:
+        """The result or the error of `work`, ready to be sent."""
+        self._interrupt = self._own_error = None
+        try:
+            return _Answer(_VALUE, work())
+        except BaseException as error:  # noqa: BLE001 - sent to all ranks, which raise it
+            self._own_error = error
+            if not isinstance(error, Exception):
+                # An interrupt: the others are told, and then it goes its way.
+                self._interrupt = error
+            return _Answer(_FAILURE, encode_error(error))
 
     def _run(self, phase: str, work: Callable[[Rendezvous], T]) -> T:
         try:
@@ -332,7 +348,7 @@ class StoreChannel:
                     raise ValueError(f"{len(answers)} answers for {self.world_size} ranks")
                 return b""
 
-            outcome, self._interrupt = _attempt(decide_for_all)
+            outcome = self._attempt(decide_for_all)
             if outcome.kind == _VALUE:
                 return self._scatter(phase, [_Answer(_VALUE, each, key) for each in answers])
             failures = {self.rank: outcome.body}
@@ -444,8 +460,11 @@ class StoreChannel:
                     last = read_doing(card)
                     reason += ", nor come to it" + (f" (its last was {last})" if last else "")
             if reason is not None:
-                doing = f" of {self.intent.text}" if self.intent and self.intent.text else ""
-                lost[rank] = RankLostError(f"lost rank {rank} in phase {phase!r}{doing}: {reason}")
+                doing = f", in the {self.intent.text}" if self.intent and self.intent.text else ""
+                lost[rank] = RankLostError(
+                    f"lost rank {rank} {name_phase(phase)}{doing}: {reason}. What it printed last "
+                    "may say why"
+                )
         return lost
 
     def _gone(self, store: Rendezvous, rank: int) -> tuple[str, str, str]:
@@ -573,10 +592,10 @@ def rendezvous_lost(
     error: Exception, coordinator: int, phase: str, is_sealed: bool = False
 ) -> CheckpointException:
     """The store is gone, and with it mostly the process that held it."""
-    text = f"lost the rendezvous store in phase {phase!r}: {error}"
+    text = f"lost the rendezvous store {name_phase(phase)}: {error}"
     if is_sealed:
         text += ". The checkpoint may be committed; the other ranks were not told"
-    return CheckpointException(phase, {coordinator: _wrap_exception(RankLostError(text))})
+    return join_failures({coordinator: _wrap_exception(RankLostError(text))}, phase)
 
 
 def _describe(
@@ -585,7 +604,7 @@ def _describe(
     """Why the operation that loses fails."""
     if not ruling.loses:
         doing = "; ".join(f"rank {r}: {a.text}" for r, a in sorted(arrivals.items()) if a.key)
-        error = ValueError(
+        error = CheckpointException(
             f"ranks are at different operations ({doing}). All ranks must do the same, in the "
             "same order"
         )
@@ -593,7 +612,7 @@ def _describe(
     losing = next(each.text for each in arrivals.values() if each.key == ruling.loses)
     return {
         rank: encode_error(
-            ValueError(
+            CheckpointException(
                 f"rank {rank} did not take part in {losing}: it is at {arrival.text}. All ranks "
                 "must do the same, in the same order"
             )
@@ -601,17 +620,6 @@ def _describe(
         for rank, arrival in arrivals.items()
         if arrival.key and arrival.key != ruling.loses
     }
-
-
-def _attempt(work: Callable[[], bytes]) -> tuple[_Answer, BaseException | None]:
-    """The result or the error of `work`, ready to be sent; and what must not be held back."""
-    try:
-        return _Answer(_VALUE, work()), None
-    except Exception as error:  # noqa: BLE001 - sent to all ranks, which raise it
-        return _Answer(_FAILURE, encode_error(error)), None
-    except BaseException as error:  # noqa: BLE001 - raised by the caller
-        # An interrupt: the others are told, and then it goes its way.
-        return _Answer(_FAILURE, encode_error(error)), error
 
 
 def _encode(answer: _Answer) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reshard.api import CheckpointException, CoverageError, MissingKeyError
+from reshard.api import CoverageError, MissingKeyError
 from reshard.background.queue import save_queue
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from reshard.filesystem import FileSystemReader
@@ -18,7 +18,8 @@ from reshard.operations.ranks import Ranks
 from reshard.operations.targets import LoadSource, comparable_place
 from reshard.operations.user_calls import overridden
 from reshard.planner import LoadPlan
-from reshard.plans.building import create_read_items_for_chunk_list, describe_missing
+from reshard.plans.building import create_read_items_for_chunk_list
+from reshard.plans.mismatches import describe_missing
 from reshard.storage import StorageReader
 from reshard.tensors.flatten import PathMap, keys_above
 
@@ -32,13 +33,7 @@ def read_keys(keys: set[str] | str | None, source: LoadSource, ranks: Ranks) -> 
 
 def read_all_keys(keys: set[str] | str | None, reader: StorageReader) -> dict[str, Any]:
     """The same in this process alone; a key that names nothing is an error."""
-    try:
-        state_dict, found = _read(keys, reader, Ranks(no_dist=True))
-    except CheckpointException as error:
-        # Alone, there is one reason, which says more than that something failed.
-        for reason, _ in error.failures.values():
-            raise reason from None
-        raise
+    state_dict, found = _read(keys, reader, Ranks(no_dist=True))
     missing = {keys} if isinstance(keys, str) else set(keys or ())
     if missing:
         longest = max(map(len, missing))

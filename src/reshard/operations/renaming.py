@@ -32,10 +32,11 @@ def renamed(metadata: Metadata, rename: Rename | None) -> Metadata:
 def _prefix_rename(rename: Mapping[str, str]) -> Callable[[str], str]:
     def change(name: str) -> str:
         parts = name.split(".")
-        for depth in range(len(parts), 0, -1):
+        for depth in range(len(parts), -1, -1):
             prefix = ".".join(parts[:depth])
             if prefix in rename:
-                return ".".join([rename[prefix], *parts[depth:]])
+                new = rename[prefix]
+                return ".".join([new, *parts[depth:]] if new else parts[depth:])
         return name
 
     return change

@@ -23,6 +23,17 @@ def comparable_place(checkpoint_id: Any) -> str | None:
     return text if "://" in text else os.path.realpath(text)
 
 
+def _unknown_place(place: object, argument: str) -> RuntimeError:
+    """For a place that is not a directory; `argument` takes the storage for others."""
+    why = f"is a {type(place).__name__}, and not a place that reshard knows. Pass a directory"
+    if isinstance(place, str) and "://" in place:
+        why = (
+            "is a URL, and this release of reshard has storages for directories only. Pass a "
+            "directory (such as one where that is mounted)"
+        )
+    return RuntimeError(f"{place!r} {why}, or your own storage with {argument}=...")
+
+
 @dataclass(frozen=True)
 class SaveTarget:
     """A storage to write to, a place, or a place in a storage."""
@@ -41,10 +52,7 @@ class SaveTarget:
                 "`checkpoint_id` must be specified if `storage_writer` is None: say where to save"
             )
         if not FileSystemWriter.validate_checkpoint_id(self.checkpoint_id):
-            raise RuntimeError(
-                f"Cannot detect which storage {self.checkpoint_id!r} is in: pass a directory, or a "
-                "storage_writer"
-            )
+            raise _unknown_place(self.checkpoint_id, "storage_writer")
         writer = FileSystemWriter(self.checkpoint_id)
         writer.reset(self.checkpoint_id)
         return writer
@@ -102,10 +110,7 @@ class LoadSource:
                 "`checkpoint_id` must be specified if `storage_reader` is None: say what to load"
             )
         if not FileSystemReader.validate_checkpoint_id(self.checkpoint_id):
-            raise RuntimeError(
-                f"Cannot detect which storage {self.checkpoint_id!r} is in: pass a directory, or a "
-                "storage_reader"
-            )
+            raise _unknown_place(self.checkpoint_id, "storage_reader")
         reader = FileSystemReader(self.checkpoint_id)
         reader.reset(self.checkpoint_id)
         return reader

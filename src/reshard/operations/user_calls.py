@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from reshard.api import PlanError, _noting
+from reshard.api import CheckpointException, PlanError, _noting
 from reshard.coordination.channel import Channel
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
@@ -47,8 +47,14 @@ def _api_bc_check(func: F) -> F:
                 "position for ever",
                 stacklevel=2,
             )
-            return func(args[0], **{storage: args[1]}, **kwargs)
-        return func(*args, **kwargs)
+            kwargs[storage] = args[1]
+            args = args[:1]
+        try:
+            return func(*args, **kwargs)
+        except CheckpointException as error:
+            # Its text and `failures` say what happened. The frames in between are ours, and
+            # hold on to the state dict.
+            raise error.with_traceback(None)  # noqa: B904
 
     return cast(F, call)
 

@@ -6,15 +6,14 @@ The plural builders work on columns and make no item objects; `_create_write_ite
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from reshard.api import CoverageError, MissingKeyError, ShapeMismatchError
+from reshard.api import CoverageError
 from reshard.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -37,6 +36,7 @@ from reshard.planning.columns import SHARD, TENSOR, pad_rows
 from reshard.planning.coverage import describe_problem
 from reshard.planning.intersection import intersect_groups
 from reshard.plans.chunk_lists import ChunkList, chunk_columns, stack_chunks
+from reshard.plans.mismatches import matches, missing_keys, shape_mismatch
 from reshard.plans.read_items import ReadColumns, ReadItems
 from reshard.plans.write_items import PINNED, REQUIRES_GRAD, RowBuilder, WriteItems
 from reshard.tensors.foreign import to_chunk, to_index, to_properties
@@ -226,47 +226,17 @@ def build_read_items(
     checkpoint does not hold.
     """
     stored = metadata.state_dict_metadata
-    missing = [fqn for fqn in state_dict if fqn not in stored]
-    if missing and strict:
-        raise MissingKeyError(
-            f"{describe_missing(missing, stored)} Load with strict=False (or a planner with "
-            "allow_partial_load=True) to leave missing keys as they are."
-        )
+    if strict and any(fqn not in stored for fqn in state_dict):
+        raise missing_keys(state_dict.keys(), stored.keys())
     wishes: list[_Wish] = []
     reader = DTensorReader()
     for fqn, value in state_dict.items():
         entry = stored.get(fqn)
         if entry is not None:
-            _check_match(fqn, entry, value)
+            if not matches(entry, value):
+                raise shape_mismatch(state_dict, stored)
             wishes.append(_wish(fqn, entry, value, reader))
     return _plan_reads(wishes, whole=True)
-
-
-def describe_missing(missing: Sequence[str], stored: Iterable[str]) -> str:
-    text = f"Missing key in checkpoint state_dict: {missing[0]}."
-    close = difflib.get_close_matches(missing[0], [*stored][:10_000], n=3)
-    if close:
-        text += f" The checkpoint has {', '.join(map(repr, close))}."
-    if len(missing) > 1:
-        shown = ", ".join(map(repr, missing[1:6]))
-        text += f" {len(missing) - 1} more keys are missing, such as {shown}."
-    return text
-
-
-def _check_match(fqn: str, entry: STORAGE_TYPES, value: Any) -> None:
-    if isinstance(entry, BytesStorageMetadata):
-        return
-    if not isinstance(value, torch.Tensor) and not describes_itself(value, "__create_chunk_list__"):
-        raise ShapeMismatchError(
-            f"{fqn!r} is stored as a tensor of shape {tuple(entry.size)}, but the state dict has "
-            f"a {type(value).__name__} in its place. Put a tensor of that shape there"
-        )
-    size = getattr(value, "size", None)
-    if callable(size) and tuple(size()) != tuple(entry.size):
-        raise ShapeMismatchError(
-            f"Size mismatch between saved {tuple(entry.size)} and current: {tuple(size())} for "
-            f"{fqn!r}. Build the model with the shape that was saved, or leave the key out"
-        )
 
 
 class _Wish(NamedTuple):
@@ -376,7 +346,8 @@ def create_read_items_for_chunk_list(
 
 def _create_read_items(fqn: str, md: STORAGE_TYPES, obj: Any) -> list[ReadItem]:
     """The reads that fill one value, laid out as `obj` is."""
-    _check_match(fqn, md, obj)
+    if not matches(md, obj):
+        raise shape_mismatch({fqn: obj}, {fqn: md})
     return _plan_reads([_wish(fqn, md, obj, DTensorReader())], whole=False).copy()
 
 

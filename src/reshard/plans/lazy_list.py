@@ -103,4 +103,4 @@ class LazyList(MutableSequence[T], Generic[T]):
     __hash__ = None  # type: ignore[assignment]  # mutable, as a list is
 
     def __repr__(self) -> str:
-        return repr(self._list())
+        return f"<{type(self).__name__} of {len(self)} elements>"

@@ -1,0 +1,111 @@
+"""The one error that is raised when ranks have failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TypeVar
+
+from reshard.api import (
+    WRAPPED_EXCEPTION,
+    CheckpointException,
+    _describe,
+    _explain,
+    _frames_to_show,
+    _is_deliberate,
+    _is_internal,
+    _restore,
+    _wrap_exception,
+)
+
+__all__ = ["fail_alone", "join_failures", "name_phase", "say_again"]
+
+C = TypeVar("C", bound=CheckpointException)
+
+_PHASES = {
+    "open": "while getting ready",
+    "meet": "while getting ready",
+    "handing over": "while handing the state to the worker process",
+    "plan": "while planning",
+    "write": "while writing",
+    "save": "while writing",
+    "commit": "while committing",
+    "read": "while reading",
+    "give back": "while giving states back",
+}
+
+
+def name_phase(phase: str) -> str:
+    """What ranks do in a phase, for people."""
+    return _PHASES.get(phase, f"in the step {phase!r}")
+
+
+def join_failures(
+    failures: Mapping[int, WRAPPED_EXCEPTION],
+    phase: str,
+    rank: int = -1,
+    own: BaseException | None = None,
+) -> CheckpointException:
+    """The error that says what happened on all ranks.
+
+    It is of the class of the failures if that is one of ours and the same for all. `own` is
+    what was raised on this `rank`, of which the failures hold a copy.
+    """
+    told = dict(failures)
+    if own is not None and rank in told:
+        told[rank] = own, told[rank][1]
+    text = _describe(told, name_phase(phase))
+    first = told[min(told)][0]
+    if isinstance(first, CheckpointException) and len({type(e) for e, _ in told.values()}) == 1:
+        joined = say_again(first, text)
+    else:
+        joined = CheckpointException(text)
+    joined._failures = told
+    if own is not None and rank in told:
+        _link(joined, *told[rank])
+    return joined
+
+
+def fail_alone(error: Exception) -> CheckpointException:
+    """What a process on its own raises for `error`: that itself, if its class is ours."""
+    stack = _wrap_exception(error)[1]
+    if isinstance(error, CheckpointException):
+        error._raised_at = 0, stack
+        return error.with_traceback(None)
+    joined = CheckpointException(_explain(error, stack))
+    joined._failures = {0: (error, stack)}
+    _link(joined, error, stack)
+    return joined
+
+
+def say_again(error: C, text: str) -> C:
+    """An error of the same class, with the same failures and another text."""
+    again = _restore(type(error), (text,))
+    again.__dict__.update(error.__dict__)
+    # They are part of the text.
+    again.__dict__.pop("__notes__", None)
+    again._msg, again.args = text, (text,)
+    return again  # type: ignore[return-value]
+
+
+def _link(joined: CheckpointException, error: BaseException, stack: object) -> None:
+    """Have Python print what was raised here as the cause, if its stack says something.
+
+    The stack in `failures` is complete; what the error itself keeps are frames of code that
+    is not ours, since frames hold on to the state dict.
+    """
+    joined.__suppress_context__ = True
+    if _is_deliberate(error, stack):  # type: ignore[arg-type]
+        error.__traceback__ = None
+        return
+    frames = _frames_to_show(error, stack)  # type: ignore[arg-type]
+    error.__traceback__ = _foreign_part(error.__traceback__) if frames else None
+    joined.__cause__ = error
+
+
+def _foreign_part(whole: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame on that is not ours; all of it if there is none."""
+    part = whole
+    while part is not None and _is_internal(part.tb_frame.f_code.co_filename):
+        part = part.tb_next
+    return part or whole
