@@ -93,8 +93,7 @@ class CheckpointException(Exception):  # noqa: N818 - the name is part of the co
         return str(self.__dict__.get("_msg", Exception.__str__(self)))
 
     def __str__(self) -> str:
-        failures = self.__dict__.get("_failures", {})
-        stacks = _describe_stacks(failures, self.__cause__) if failures else []
+        stacks = _describe_stacks(self.__dict__.get("_failures", {}), self.__cause__)
         return "\n\n".join([self._reason, *stacks])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -253,10 +252,11 @@ def _describe_stacks(
     texts = []
     for _, ranks in _by_reason(failures)[:_MOST_REASONS]:
         error, stack = failures[ranks[0]]
-        if isinstance(error, CheckpointException) and error is not shown:
-            nested = error.__dict__.get("_failures")
-            texts += _describe_stacks(nested, shown) if nested else []
-        elif error is not shown and (frames := _frames_to_show(error, stack)):
+        if any(failures[rank][0] is shown for rank in ranks):
+            continue
+        if isinstance(error, CheckpointException):
+            texts += _describe_stacks(error.__dict__.get("_failures", {}), shown)
+        elif frames := _frames_to_show(error, stack):
             lines = "".join(traceback.format_list(frames)).rstrip("\n")
             texts.append(f"Stack of rank {ranks[0]} (most recent call last):\n{lines}")
     return texts

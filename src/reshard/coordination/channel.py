@@ -191,7 +191,7 @@ def open_channel(
     try:
         number = thread.run(draw_number)
     except RuntimeError as error:
-        raise rendezvous_lost(error, coordinator, "open") from error
+        raise rendezvous_lost(error, coordinator, "open") from None
     return StoreChannel(
         thread=thread,
         group=name,

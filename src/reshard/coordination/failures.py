@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
+from traceback import StackSummary
 from typing import TypeVar
 
 from reshard.api import (
@@ -88,24 +88,17 @@ def say_again(error: C, text: str) -> C:
     return again  # type: ignore[return-value]
 
 
-def _link(joined: CheckpointException, error: BaseException, stack: object) -> None:
-    """Have Python print what was raised here as the cause, if its stack says something.
+def _link(joined: CheckpointException, error: BaseException, stack: StackSummary) -> None:
+    """Make what was raised here the cause, unless that would only be printed twice.
 
-    The stack in `failures` is complete; what the error itself keeps are frames of code that
-    is not ours, since frames hold on to the state dict.
+    The stack in `failures` is complete. The error itself keeps the part that helps: frames
+    hold on to the state dict.
     """
     joined.__suppress_context__ = True
-    if _is_deliberate(error, stack):  # type: ignore[arg-type]
-        error.__traceback__ = None
-        return
-    frames = _frames_to_show(error, stack)  # type: ignore[arg-type]
-    error.__traceback__ = _foreign_part(error.__traceback__) if frames else None
-    joined.__cause__ = error
-
-
-def _foreign_part(whole: TracebackType | None) -> TracebackType | None:
-    """A traceback from the first frame on that is not ours; all of it if there is none."""
-    part = whole
+    whole = part = error.__traceback__ if _frames_to_show(error, stack) else None
     while part is not None and _is_internal(part.tb_frame.f_code.co_filename):
         part = part.tb_next
-    return part or whole
+    error.__traceback__ = part or whole
+    deliberate = _is_deliberate(error, stack) and not isinstance(error, OSError)
+    if not deliberate and not isinstance(error, CheckpointException):
+        joined.__cause__ = error

@@ -123,7 +123,7 @@ def _run_bare(channel: StoreChannel, work: Callable[[Rendezvous], None]) -> None
     try:
         thread.run(work)
     except RuntimeError as error:
-        raise rendezvous_lost(error, channel.coordinator, "meet") from error
+        raise rendezvous_lost(error, channel.coordinator, "meet") from None
     finally:
         thread.stop()
 

@@ -236,7 +236,7 @@ class StoreChannel:
         except RuntimeError as error:
             if self._is_sealed:
                 self.outcome_known = False
-            raise rendezvous_lost(error, self.coordinator, phase, self._is_sealed) from error
+            raise rendezvous_lost(error, self.coordinator, phase, self._is_sealed) from None
 
     # The side of every rank but the coordinator; in the thread of the store
 
@@ -592,7 +592,8 @@ def rendezvous_lost(
     error: Exception, coordinator: int, phase: str, is_sealed: bool = False
 ) -> CheckpointException:
     """The store is gone, and with it mostly the process that held it."""
-    text = f"lost the rendezvous store {name_phase(phase)}: {error}"
+    text = f"lost the rendezvous store of the job {name_phase(phase)}: {error}. The process that "
+    text += f"holds it, such as that of rank {coordinator}, may have ended"
     if is_sealed:
         text += ". The checkpoint may be committed; the other ranks were not told"
     return join_failures({coordinator: _wrap_exception(RankLostError(text))}, phase)

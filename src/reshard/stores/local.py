@@ -195,7 +195,7 @@ class _LocalFile:
         """The kernel knows a descriptor only; a person wants to know which file it is."""
         if error.filename is not None:
             raise error
-        raise OSError(error.errno, error.strerror, str(self._path)) from error
+        raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def _transfer(
         self,
