@@ -19,6 +19,14 @@ class Told(NamedTuple):
         return self.text.split("\n")
 
 
+def handled_here() -> BaseException | None:
+    """What any error that is raised now gets as its context."""
+    try:
+        raise LookupError
+    except LookupError as error:
+        return error.__context__
+
+
 def told(attempt: Callable[[], Any]) -> Told:
     """What an attempt is refused with on this rank."""
     try:
