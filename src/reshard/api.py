@@ -299,7 +299,7 @@ def _is_internal(filename: str) -> bool:
 
 
 @contextlib.contextmanager
-def _noting(what: str) -> Iterator[None]:
+def _note_on_error(what: str) -> Iterator[None]:
     """Add a note that says what user code was running."""
     try:
         yield

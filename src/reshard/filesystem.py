@@ -26,7 +26,7 @@ from reshard.api import (
     CommitConflictError,
     CorruptCheckpointError,
     UnsupportedFormatError,
-    _noting,
+    _note_on_error,
 )
 from reshard.checkpoint.contents import (
     StorageTable,
@@ -581,7 +581,7 @@ class FileSystemReader(StorageReader):
         for item, row in values:
             name = item.storage_index.fqn
             data = files.read_value(name, row)
-            with _noting(f"loading {name!r}"):
+            with _note_on_error(f"loading {name!r}"):
                 planner.load_bytes(item, self._as_expected(planner, name, data))
             self.bytes_read += len(data)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from reshard.api import CorruptCheckpointError, PlanError, _noting
+from reshard.api import CorruptCheckpointError, PlanError, _note_on_error
 from reshard.checkpoint.contents import StorageTable
 from reshard.engine.collector import paused_collection
 from reshard.engine.open_files import OpenFiles, most_open_files
@@ -129,7 +129,7 @@ class _Contents:
 
 
 def _value_bytes(planner: SavePlanner, item: WriteItem) -> memoryview:
-    with _noting(f"saving {item.index.fqn!r}"):
+    with _note_on_error(f"saving {item.index.fqn!r}"):
         data = planner.resolve_data(item)
     if not isinstance(data, io.BytesIO):
         raise TypeError(
@@ -141,7 +141,7 @@ def _value_bytes(planner: SavePlanner, item: WriteItem) -> memoryview:
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     """The tensor of an item, as its plan announced it."""
-    with _noting(f"saving {item.index.fqn!r}"):
+    with _note_on_error(f"saving {item.index.fqn!r}"):
         tensor = planner.resolve_data(item)
     data = item.tensor_data
     if not isinstance(tensor, torch.Tensor) or data is None:
@@ -275,7 +275,7 @@ class ShardFiles:
 
 
 def _commit(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
-    with _noting(f"loading {item.dest_index.fqn!r}"):
+    with _note_on_error(f"loading {item.dest_index.fqn!r}"):
         planner.commit_tensor(item, tensor)
 
 
@@ -326,7 +326,7 @@ class _Requests:
             self.values.append((item, row))
             return
         row = self._table.chunk_row(item.storage_index)
-        with _noting(f"loading {item.dest_index.fqn!r}"):
+        with _note_on_error(f"loading {item.dest_index.fqn!r}"):
             tensor = self._planner.resolve_tensor(item)
         if tensor.shape != item.lengths:
             raise ValueError(

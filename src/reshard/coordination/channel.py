@@ -16,7 +16,7 @@ import torch.distributed as dist
 from reshard.api import CheckpointException
 from reshard.coordination.error_wire import decode_error, encode_error
 from reshard.coordination.exchange import Exchange
-from reshard.coordination.failures import fail_alone
+from reshard.coordination.failures import fail_alone, rendezvous_lost
 from reshard.coordination.last_answers import last_answers
 from reshard.coordination.pairing import UNKNOWN, Intent
 from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
@@ -24,7 +24,6 @@ from reshard.coordination.store_channel import (
     DEFAULT_TIMEOUT_SECONDS,
     StoreChannel,
     leave_card,
-    rendezvous_lost,
 )
 
 __all__ = [

@@ -9,6 +9,7 @@ from typing import TypeVar
 from reshard.api import (
     WRAPPED_EXCEPTION,
     CheckpointException,
+    RankLostError,
     _describe,
     _explain,
     _frames_to_show,
@@ -17,8 +18,16 @@ from reshard.api import (
     _restore,
     _wrap_exception,
 )
+from reshard.coordination.pairing import Arrival, Ruling
 
-__all__ = ["fail_alone", "join_failures", "name_phase", "say_again"]
+__all__ = [
+    "fail_alone",
+    "join_failures",
+    "out_of_step",
+    "rank_lost",
+    "rendezvous_lost",
+    "say_again",
+]
 
 C = TypeVar("C", bound=CheckpointException)
 
@@ -35,7 +44,7 @@ _PHASES = {
 }
 
 
-def name_phase(phase: str) -> str:
+def _name_phase(phase: str) -> str:
     """What ranks do in a phase, for people."""
     return _PHASES.get(phase, f"in the step {phase!r}")
 
@@ -54,7 +63,7 @@ def join_failures(
     told = dict(failures)
     if own is not None and rank in told:
         told[rank] = own, told[rank][1]
-    text = _describe(told, name_phase(phase))
+    text = _describe(told, _name_phase(phase))
     first = told[min(told)][0]
     if isinstance(first, CheckpointException) and len({type(e) for e, _ in told.values()}) == 1:
         joined = say_again(first, text)
@@ -76,6 +85,46 @@ def fail_alone(error: Exception) -> CheckpointException:
     joined._failures = {0: (error, stack)}
     _link(joined, error, stack)
     return joined
+
+
+def rank_lost(rank: int, phase: str, operation: str, reason: str) -> RankLostError:
+    """For a rank that will not answer any more."""
+    where = f", in the {operation}" if operation else ""
+    return RankLostError(
+        f"lost rank {rank} {_name_phase(phase)}{where}: {reason}. What it printed last may say why"
+    )
+
+
+def rendezvous_lost(
+    error: Exception, coordinator: int, phase: str, is_sealed: bool = False
+) -> CheckpointException:
+    """For a store that is gone, and with it mostly the process that held it."""
+    text = (
+        f"lost the rendezvous store of the job {_name_phase(phase)}: {error}. The process that "
+        f"holds it, such as that of rank {coordinator}, may have ended"
+    )
+    if is_sealed:
+        text += ". The checkpoint may be committed; the other ranks were not told"
+    return join_failures({coordinator: _wrap_exception(RankLostError(text))}, phase)
+
+
+def out_of_step(
+    ruling: Ruling, arrivals: Mapping[int, Arrival], coordinator: int
+) -> dict[int, CheckpointException]:
+    """Why the operation that loses fails, by rank."""
+    rule = "All ranks must do the same, in the same order"
+    if not ruling.loses:
+        doing = "; ".join(f"rank {r}: {a.text}" for r, a in sorted(arrivals.items()) if a.key)
+        text = f"ranks are at different operations ({doing}). {rule}"
+        return {coordinator: CheckpointException(text)}
+    losing = next(each.text for each in arrivals.values() if each.key == ruling.loses)
+    return {
+        rank: CheckpointException(
+            f"rank {rank} did not take part in {losing}: it is at {arrival.text}. {rule}"
+        )
+        for rank, arrival in arrivals.items()
+        if arrival.key and arrival.key != ruling.loses
+    }
 
 
 def say_again(error: C, text: str) -> C:

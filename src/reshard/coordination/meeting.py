@@ -17,9 +17,10 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 from reshard.api import CheckpointException
 from reshard.coordination.channel import Channel, SoloChannel
 from reshard.coordination.exchange import TextExchange
+from reshard.coordination.failures import rendezvous_lost
 from reshard.coordination.liveness import make_card
 from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
-from reshard.coordination.store_channel import StoreChannel, leave_word, rendezvous_lost
+from reshard.coordination.store_channel import StoreChannel, leave_word
 from reshard.engine.process_wide import ProcessWide
 
 __all__ = ["Meeting", "call_meeting", "check_meeting"]

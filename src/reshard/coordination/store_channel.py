@@ -25,17 +25,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from reshard.api import CheckpointException, RankLostError, _wrap_exception
+from reshard.api import RankLostError, _wrap_exception
 from reshard.coordination.error_wire import decode_failures, encode_error, encode_failures
 from reshard.coordination.exchange import Exchange
-from reshard.coordination.failures import join_failures, name_phase
+from reshard.coordination.failures import join_failures, out_of_step, rank_lost, rendezvous_lost
 from reshard.coordination.last_answers import last_answers
 from reshard.coordination.liveness import Watch, make_card, read_doing
 from reshard.coordination.pairing import (
     PATIENCE,
     Arrival,
     Intent,
-    Ruling,
     judge,
     moved,
     patience_after,
@@ -43,7 +42,7 @@ from reshard.coordination.pairing import (
 from reshard.coordination.rendezvous import Rendezvous, RendezvousThread
 from reshard.engine.process_wide import ProcessWide
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "StoreChannel", "leave_card", "leave_word", "rendezvous_lost"]
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "StoreChannel", "leave_card", "leave_word"]
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -335,7 +334,8 @@ class StoreChannel:
         if not failures:
             ruling = judge(gathered.arrivals)
             if ruling is not None:
-                failures = _describe(ruling, gathered.arrivals, self.coordinator)
+                errors = out_of_step(ruling, gathered.arrivals, self.coordinator)
+                failures = {rank: encode_error(error) for rank, error in errors.items()}
                 return self._scatter_failures(phase, failures, ruling.loses, ruling.seen)
         messages = {r: _decode(message) for r, message in sorted(gathered.messages.items())}
         failures |= {r: m.body for r, m in messages.items() if m.kind == _FAILURE}
@@ -460,11 +460,8 @@ class StoreChannel:
                     last = read_doing(card)
                     reason += ", nor come to it" + (f" (its last was {last})" if last else "")
             if reason is not None:
-                doing = f", in the {self.intent.text}" if self.intent and self.intent.text else ""
-                lost[rank] = RankLostError(
-                    f"lost rank {rank} {name_phase(phase)}{doing}: {reason}. What it printed last "
-                    "may say why"
-                )
+                operation = self.intent.text if self.intent else ""
+                lost[rank] = rank_lost(rank, phase, operation, reason)
         return lost
 
     def _gone(self, store: Rendezvous, rank: int) -> tuple[str, str, str]:
@@ -586,41 +583,6 @@ def leave_word(
     """Say why `rank` is not in the operation of that name any more."""
     key, text = (intent.key, intent.text) if intent is not None else ("", "")
     store.put({f"{name}/gone/{rank}": msgspec.msgpack.encode((key, text, reason))})
-
-
-def rendezvous_lost(
-    error: Exception, coordinator: int, phase: str, is_sealed: bool = False
-) -> CheckpointException:
-    """The store is gone, and with it mostly the process that held it."""
-    text = f"lost the rendezvous store of the job {name_phase(phase)}: {error}. The process that "
-    text += f"holds it, such as that of rank {coordinator}, may have ended"
-    if is_sealed:
-        text += ". The checkpoint may be committed; the other ranks were not told"
-    return join_failures({coordinator: _wrap_exception(RankLostError(text))}, phase)
-
-
-def _describe(
-    ruling: Ruling, arrivals: Mapping[int, Arrival], coordinator: int
-) -> dict[int, bytes]:
-    """Why the operation that loses fails."""
-    if not ruling.loses:
-        doing = "; ".join(f"rank {r}: {a.text}" for r, a in sorted(arrivals.items()) if a.key)
-        error = CheckpointException(
-            f"ranks are at different operations ({doing}). All ranks must do the same, in the "
-            "same order"
-        )
-        return {coordinator: encode_error(error)}
-    losing = next(each.text for each in arrivals.values() if each.key == ruling.loses)
-    return {
-        rank: encode_error(
-            CheckpointException(
-                f"rank {rank} did not take part in {losing}: it is at {arrival.text}. All ranks "
-                "must do the same, in the same order"
-            )
-        )
-        for rank, arrival in arrivals.items()
-        if arrival.key and arrival.key != ruling.loses
-    }
 
 
 def _encode(answer: _Answer) -> bytes:

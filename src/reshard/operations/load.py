@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from reshard.api import CheckpointException, MissingKeyError, PlanError, _noting
+from reshard.api import CheckpointException, MissingKeyError, PlanError, _note_on_error
 from reshard.background.queue import save_queue
 from reshard.coordination.agreement import agree_on_checkpoint, announce_load
 from reshard.coordination.channel import Channel, checking_arguments
@@ -194,7 +194,7 @@ class Load:
         # In the same order on all ranks, since state_dict() may communicate.
         states = {}
         for key, value in sorted(self.original.items()):
-            with _noting(f"asking {key!r} for its state"):
+            with _note_on_error(f"asking {key!r} for its state"):
                 asked = is_stateful(value) and not _gives_template(value)
                 states[key] = value.state_dict() if asked else value
         return states
@@ -280,7 +280,7 @@ class Load:
                 # Where the checkpoint has nothing, there may be memory that nothing filled.
                 missing = set(self.report.missing)
                 state, _ = value.pruned(state, key, missing.__contains__)
-            with _noting(f"giving {key!r} its state"):
+            with _note_on_error(f"giving {key!r} its state"):
                 value.load_state_dict(state)
 
 

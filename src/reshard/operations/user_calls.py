@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from reshard.api import CheckpointException, PlanError, _noting
+from reshard.api import CheckpointException, PlanError, _note_on_error
 from reshard.coordination.channel import Channel
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
@@ -81,7 +81,7 @@ def ask_for_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     states = dict(state_dict)
     for key, value in state_dict.items():
         if is_stateful(value):
-            with _noting(f"asking {key!r} for its state"):
+            with _note_on_error(f"asking {key!r} for its state"):
                 states[key] = value.state_dict()
     return states
 
