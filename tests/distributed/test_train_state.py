@@ -211,7 +211,7 @@ def test_on_another_number_of_ranks_on_resize_says_what_becomes_of_them(tmp_path
         assert found["first"] == (drawn[0], position(0), [])
         message, loader = found["error"]
         assert "'train.dataloader' differs by rank" in message
-        assert "was not saved by 3 ranks" in message
+        assert "differs by rank: saved by 2 ranks, loaded by 3" in message
         assert loader == "untouched"
         assert found["changed"] == []
 
