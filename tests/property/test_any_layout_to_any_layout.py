@@ -27,7 +27,7 @@ from reshard.planner_helpers import create_read_items_for_chunk_list
 from reshard.planning.columns import SHARD
 from reshard.plans.global_plan import dedup_save_plans
 from reshard.plans.write_items import RowBuilder, WriteItems
-from reshard.tensors.layout import local_regions
+from reshard.tensors.regions import local_regions
 from reshard.tensors.shards import DTensorReader
 from support.fake_ranks import as_rank, distributed, mesh_of, on_each_rank
 from support.layouts import Array, Layout, Split, layouts, meshes, shapes

@@ -1,7 +1,7 @@
 """Random layouts of tensors over meshes, and what each rank holds under them.
 
 What a rank holds is found by cutting real data with `torch.chunk`, as DTensor does, and
-not with the arithmetic of `reshard.tensors.layout`, so the two can be held against each
+not with the arithmetic of `reshard.tensors.regions`, so the two can be held against each
 other.
 """
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from reshard.tensors.layout import Cut
+from reshard.tensors.regions import Cut
 
 Array = npt.NDArray[np.int64]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.engine import memory
-from reshard.engine.memory import Staging, byte_view, is_direct, pieces
+from reshard.engine.memory import BounceBuffer, byte_view, is_direct, pieces
 
 
 def plain_bytes(tensor: torch.Tensor) -> bytes:
@@ -24,15 +24,15 @@ def test_the_bytes_of_a_direct_tensor_are_its_own_memory() -> None:
     view = byte_view(tensor)
     view[0:4] = (99).to_bytes(4, "little")
     assert tensor.tolist() == [99, 1, 2, 3]
-    [piece] = pieces(tensor, 1 << 20, Staging(8))
+    [piece] = pieces(tensor, 1 << 20, BounceBuffer(8))
     piece[4:8] = (98).to_bytes(4, "little")
     assert tensor.tolist() == [99, 98, 2, 3]
 
 
 def test_an_empty_tensor_has_no_bytes_and_no_pieces() -> None:
     assert len(byte_view(torch.empty(0, 3))) == 0
-    assert list(pieces(torch.empty(0, 3), 8, Staging(8))) == []
-    assert list(pieces(torch.empty(3, 0).t(), 8, Staging(8))) == []
+    assert list(pieces(torch.empty(0, 3), 8, BounceBuffer(8))) == []
+    assert list(pieces(torch.empty(3, 0).t(), 8, BounceBuffer(8))) == []
 
 
 COMPLEX = torch.tensor([1 + 2j, 3 - 4j])
@@ -77,18 +77,18 @@ def test_pieces_of_any_tensor_are_its_bytes_in_order_and_bounded(
         tensor = (tensor * 1j).conj()
     most = data.draw(st.integers(1, 64))
     found = []
-    for piece in pieces(tensor, most, Staging(most)):
+    for piece in pieces(tensor, most, BounceBuffer(most)):
         assert len(piece) <= max(most, dtype.itemsize)
         found.append(bytes(piece))
     assert b"".join(found) == plain_bytes(tensor)
 
 
-def test_staging_is_allocated_once_and_reused() -> None:
-    staging = Staging(1000)
-    first = staging.take(100)
+def test_a_bounce_buffer_is_allocated_once_and_reused() -> None:
+    bounce = BounceBuffer(1000)
+    first = bounce.take(100)
     assert first.nbytes == 100
-    assert staging.take(50).data_ptr() == first.data_ptr()
-    assert staging.take(900).data_ptr() == first.data_ptr()
+    assert bounce.take(50).data_ptr() == first.data_ptr()
+    assert bounce.take(900).data_ptr() == first.data_ptr()
 
 
 def test_a_stand_in_for_a_device_goes_through_a_bounded_buffer(
@@ -98,12 +98,12 @@ def test_a_stand_in_for_a_device_goes_through_a_bounded_buffer(
     monkeypatch.setattr(memory, "is_direct", lambda tensor: False)
     tensor = torch.arange(1 << 20, dtype=torch.int32).reshape(64, -1)
     taken: list[int] = []
-    staging = Staging(1 << 16)
-    take = staging.take
-    monkeypatch.setattr(staging, "take", lambda nbytes: taken.append(nbytes) or take(nbytes))
+    bounce = BounceBuffer(1 << 16)
+    take = bounce.take
+    monkeypatch.setattr(bounce, "take", lambda nbytes: taken.append(nbytes) or take(nbytes))
     addresses = set()
     found = []
-    for piece in pieces(tensor, 1 << 16, staging):
+    for piece in pieces(tensor, 1 << 16, bounce):
         addresses.add(memory.ctypes.addressof(memory.ctypes.c_ubyte.from_buffer(piece)))
         found.append(bytes(piece))
     assert b"".join(found) == plain_bytes(tensor)

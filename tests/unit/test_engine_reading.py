@@ -350,7 +350,7 @@ def test_a_sound_chunk_passes_in_pieces_of_any_size(form: str) -> None:
             "cast": torch.zeros(6, 5, dtype=torch.float64),
         }[form]
         request = make_request(chunk, (0, 0), target)
-        with limits(_PIECE_BYTES=nbytes, _STAGING_BYTES=nbytes, _SMALL_BYTES=0):
+        with limits(_PIECE_BYTES=nbytes, _BOUNCE_BYTES=nbytes, _SMALL_BYTES=0):
             reader = CountingReader(bytes_of(chunk))
             read_regions({"file": reader}, [request], Verify.CHUNKS, 1, "here")
         assert torch.equal(target.float(), chunk)
@@ -363,15 +363,15 @@ def test_a_chunk_that_fills_a_cast_target_stays_within_the_buffer(
 ) -> None:
     chunk = numbered((1 << 16,), torch.float32)
     taken: list[int] = []
-    take = reading.Staging.take
+    take = reading.BounceBuffer.take
 
     def record(self: Any, nbytes: int) -> torch.Tensor:
         taken.append(nbytes)
         return take(self, nbytes)
 
-    monkeypatch.setattr(reading.Staging, "take", record)
+    monkeypatch.setattr(reading.BounceBuffer, "take", record)
     request = make_request(chunk, (0,), torch.zeros(1 << 16, dtype=torch.float64))
-    with limits(_STAGING_BYTES=4096):
+    with limits(_BOUNCE_BYTES=4096):
         readers = {"file": CountingReader(bytes_of(chunk))}
         read_regions(readers, [request], Verify.CHUNKS, 1, "here")
     assert torch.equal(request.target.float(), chunk)

@@ -153,7 +153,7 @@ def test_a_stand_in_for_a_device_is_written_through_one_bounded_buffer(
     monkeypatch.setattr(writing, "_PIECE_BYTES", 1 << 16)
     taken: list[int] = []
     buffers: set[int] = set()
-    take = memory.Staging.take
+    take = memory.BounceBuffer.take
 
     def record(self: Any, nbytes: int) -> torch.Tensor:
         taken.append(nbytes)
@@ -161,7 +161,7 @@ def test_a_stand_in_for_a_device_is_written_through_one_bounded_buffer(
         buffers.add(buffer.untyped_storage().data_ptr())
         return buffer
 
-    monkeypatch.setattr(memory.Staging, "take", record)
+    monkeypatch.setattr(memory.BounceBuffer, "take", record)
     tensors = {name: torch.arange(1 << 18, dtype=torch.float32) for name in "abc"}
     check(tensors, *write(tensors))
     assert max(taken) <= 1 << 16

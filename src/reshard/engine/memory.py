@@ -1,4 +1,4 @@
-"""Tensors as bytes, without a copy where that can be."""
+"""The bytes of tensors, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["Staging", "byte_view", "is_direct", "pieces"]
+__all__ = ["BounceBuffer", "byte_view", "is_direct", "pieces"]
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Whether the memory of `tensor`, as it lies, is what is stored for it."""
+    """Whether the memory of `tensor` can be stored as it is."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -24,11 +24,10 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-class Staging:
-    """A reused buffer for data that cannot be written or filled as it lies.
+class BounceBuffer:
+    """A reused buffer for data that cannot be read or written in place.
 
-    Pinned where an accelerator is there, so that copies from the device run at full
-    speed (that path is exercised with stand-ins only: no accelerator was at hand).
+    Pinned if there is an accelerator, for full-speed copies (tested with stand-ins only).
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -36,7 +35,7 @@ class Staging:
         self._buffer: torch.Tensor | None = None
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` bytes of the buffer, or a new one if it is too small."""
+        """The first `nbytes` bytes of the buffer, which grows if it is too small."""
         if self._buffer is None or self._buffer.nbytes < nbytes:
             pinned = torch.cuda.is_available()
             size = max(nbytes, min(self._nbytes, max(nbytes, 1 << 20)))
@@ -44,11 +43,11 @@ class Staging:
         return self._buffer[:nbytes]
 
 
-def pieces(tensor: torch.Tensor, most_bytes: int, staging: Staging) -> Iterator[memoryview]:
-    """The bytes of any tensor in order, in pieces.
+def pieces(tensor: torch.Tensor, most_bytes: int, bounce: BounceBuffer) -> Iterator[memoryview]:
+    """Iterate over the bytes of any tensor, in pieces of at most `most_bytes` or one element.
 
-    The memory of a direct tensor itself; of others, copies of at most `most_bytes` (or
-    one element) in the staging buffer, each valid until the next one is asked for.
+    A direct tensor gives views of its own memory. Other tensors are copied into the bounce
+    buffer: each piece is valid until the next one is asked for.
     """
     if is_direct(tensor):
         whole = byte_view(tensor)
@@ -58,14 +57,14 @@ def pieces(tensor: torch.Tensor, most_bytes: int, staging: Staging) -> Iterator[
     for part in _parts(tensor.detach(), most_bytes):
         if not part.numel():
             continue
-        buffer = staging.take(part.nbytes)
+        buffer = bounce.take(part.nbytes)
         landing = buffer.view(part.dtype).view(part.shape)
         landing.copy_(part.resolve_conj().resolve_neg())
         yield byte_view(buffer)
 
 
 def _parts(tensor: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
-    """Slices along the leading dimensions, none larger than asked if it can be helped."""
+    """Slices along the leading dimensions, none larger than `most_bytes` if possible."""
     if tensor.nbytes <= most_bytes or tensor.dim() == 0:
         yield tensor
         return

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 
 from reshard.api import CorruptCheckpointError
 from reshard.engine.collector import paused_collection
-from reshard.engine.memory import Staging, byte_view, is_direct
+from reshard.engine.memory import BounceBuffer, byte_view, is_direct
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Hasher, checksum
 from reshard.stores.protocol import CutShortError, Reader
@@ -32,7 +32,7 @@ __all__ = ["Request", "Verify", "read_bytes", "read_regions"]
 _PIECE_BYTES = 8 << 20
 _HASHED_PIECE_BYTES = 512 << 10
 """Small enough to be hashed while it is still in the cache of the core that read it."""
-_STAGING_BYTES = 4 << 20
+_BOUNCE_BYTES = 4 << 20
 _HASHED_ROWS_BYTES = 1 << 20
 _SCATTERED_BYTES = 4 << 10
 """Parts of rows from this size on are read to their places by one call for many rows."""
@@ -276,7 +276,7 @@ class _Job:
         for request in batch:
             position = _position(request)
             if position > end:
-                gap = self._staging().take(_WIDEST_GAP_BYTES)
+                gap = self._bounce().take(_WIDEST_GAP_BYTES)
                 views.append(byte_view(gap)[: position - end])
             views.append(byte_view(request.target))
             end = position + request.nbytes
@@ -296,7 +296,7 @@ class _Job:
             self._filler(request).fill(None)
 
     def _filler(self, request: Request) -> _Filler:
-        return _Filler(self._readers[request.file], request, self._staging())
+        return _Filler(self._readers[request.file], request, self._bounce())
 
     def _is_to_be_verified(self, request: Request) -> bool:
         if request.whole or self._verify is Verify.OFF:
@@ -327,7 +327,7 @@ class _Job:
         position = begin
         while position < end:
             nbytes = min(_HASHED_PIECE_BYTES, end - position)
-            piece = byte_view(self._staging().take(nbytes))
+            piece = byte_view(self._bounce().take(nbytes))
             reader.read_into(request.begin + position, [piece])
             hasher.update(piece)
             position += len(piece)
@@ -335,11 +335,11 @@ class _Job:
     def _in(self, request: Request) -> str:
         return f"{request.file!r} of {self._where}"
 
-    def _staging(self) -> Staging:
-        staging: Staging | None = getattr(self._local, "staging", None)
-        if staging is None:
-            staging = self._local.staging = Staging(_STAGING_BYTES)
-        return staging
+    def _bounce(self) -> BounceBuffer:
+        bounce: BounceBuffer | None = getattr(self._local, "bounce", None)
+        if bounce is None:
+            bounce = self._local.bounce = BounceBuffer(_BOUNCE_BYTES)
+        return bounce
 
 
 class _Filler:
@@ -348,13 +348,13 @@ class _Filler:
     A hasher that it is given along is fed with the bytes of `span`, as they lie in the file.
     """
 
-    def __init__(self, reader: Reader, request: Request, staging: Staging) -> None:
+    def __init__(self, reader: Reader, request: Request, bounce: BounceBuffer) -> None:
         self._reader = reader
         self._request = request
         self._shape = tuple(request.chunk_shape)
         self._itemsize = request.dtype.itemsize
         self._hasher: Any = None
-        self._staging = staging
+        self._bounce = bounce
 
     def fill(self, hasher: Any) -> None:
         self._hasher = hasher
@@ -393,7 +393,7 @@ class _Filler:
     def _reads_rows(self, row_bytes: int, dim: int, lengths: tuple[int, ...]) -> bool:
         """Whether reading rows whole is cheaper than leaving out what is not wanted."""
         wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
-        return row_bytes <= _STAGING_BYTES and row_bytes - wanted_bytes <= _WIDEST_GAP_BYTES
+        return row_bytes <= _BOUNCE_BYTES and row_bytes - wanted_bytes <= _WIDEST_GAP_BYTES
 
     def _first_row(self, dim: int, offsets: tuple[int, ...]) -> int:
         first = (*offsets[: dim + 1], *(0,) * (len(self._shape) - dim - 1))
@@ -429,11 +429,11 @@ class _Filler:
                 self._reader.read_into(begin + position, [piece])
                 if self._hasher is not None:
                     self._hasher.update(piece)
-        elif nbytes <= _STAGING_BYTES or nbytes == self._itemsize:
+        elif nbytes <= _BOUNCE_BYTES or nbytes == self._itemsize:
             target.copy_(self._stage(begin, nbytes).view(lengths))
         else:
             dim = next(dim for dim, length in enumerate(lengths) if length > 1)
-            step = max(1, _STAGING_BYTES // (nbytes // lengths[dim]))
+            step = max(1, _BOUNCE_BYTES // (nbytes // lengths[dim]))
             self._split(dim, step, offsets, lengths, target)
 
     def _fill_rows(
@@ -450,7 +450,7 @@ class _Filler:
             self._scatter_rows(begin, dim, row_bytes, offsets, lengths, target)
             return
         # What is hashed is copied out of the cache afterwards, so it has to fit.
-        most_bytes = _STAGING_BYTES if self._hasher is None else _HASHED_ROWS_BYTES
+        most_bytes = _BOUNCE_BYTES if self._hasher is None else _HASHED_ROWS_BYTES
         most = max(1, most_bytes // row_bytes)
         for row in range(0, lengths[dim], most):
             count = min(most, lengths[dim] - row)
@@ -485,7 +485,7 @@ class _Filler:
         wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
         lead = _ravel(self._shape[dim + 1 :], offsets[dim + 1 :]) * self._itemsize
         gap_bytes = row_bytes - wanted_bytes
-        gap = byte_view(self._staging.take(gap_bytes))
+        gap = byte_view(self._bounce.take(gap_bytes))
         view = byte_view(target)
         most = max(1, min(_SCATTERED_ROWS, _PIECE_BYTES // row_bytes))
         for row in range(0, lengths[dim], most):
@@ -514,7 +514,7 @@ class _Filler:
 
     def _stage(self, begin: int, nbytes: int) -> torch.Tensor:
         """Bytes of the file in the buffer, as elements of the stored dtype."""
-        buffer = self._staging.take(nbytes)
+        buffer = self._bounce.take(nbytes)
         view = byte_view(buffer)
         self._reader.read_into(begin, [view])
         if self._hasher is not None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from reshard.engine.collector import paused_collection
-from reshard.engine.memory import Staging, byte_view, is_direct, pieces
+from reshard.engine.memory import BounceBuffer, byte_view, is_direct, pieces
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Hasher, checksum
 from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
@@ -185,7 +185,7 @@ class _Job:
         hasher = Hasher()
         if isinstance(data, torch.Tensor):
             self._check(i, data.nbytes)
-            parts = pieces(data, _PIECE_BYTES, self._staging())
+            parts = pieces(data, _PIECE_BYTES, self._bounce())
         else:
             self._check(i, len(data))
             parts = iter([data])
@@ -198,11 +198,11 @@ class _Job:
             self._advance(len(part))
         self._checksums[i] = hasher.intdigest()
 
-    def _staging(self) -> Staging:
-        staging: Staging | None = getattr(self._local, "staging", None)
-        if staging is None:
-            staging = self._local.staging = Staging(_PIECE_BYTES)
-        return staging
+    def _bounce(self) -> BounceBuffer:
+        bounce: BounceBuffer | None = getattr(self._local, "bounce", None)
+        if bounce is None:
+            bounce = self._local.bounce = BounceBuffer(_PIECE_BYTES)
+        return bounce
 
     def _check(self, i: int, nbytes: int) -> None:
         content = self._contents[i]

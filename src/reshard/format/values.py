@@ -39,7 +39,7 @@ from reshard.api import (
 from reshard.planning.columns import MOST_DIMS
 from reshard.tensors.allocation import is_allocated
 
-__all__ = ["MAGIC", "Whole", "decode_value", "encode_value", "is_pickled"]
+__all__ = ["MAGIC", "OpaqueValue", "decode_value", "encode_value", "is_pickled"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class _Tag(IntEnum):
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Marks a value that is stored and replaced as one, tensors in it included.
+class OpaqueValue:
+    """A value that is stored and loaded as a unit, including the tensors in it.
 
-    It is stored, and comes back, as a tuple of one element.
+    It is stored as a tuple of one element, and loaded as such.
     """
 
     value: Any
@@ -99,7 +99,7 @@ def encode_value(value: Any) -> bytes:
     try:
         return MAGIC + TAGGED + msgspec.msgpack.encode(_to_tree(value, 0))
     except (_Unknown, UnicodeEncodeError) as error:
-        if isinstance(value, Whole):
+        if isinstance(value, OpaqueValue):
             value = (value.value,)
         kind = _type_name(value)
         if isinstance(error, _Unknown) and error.args[0] is not value:
@@ -135,7 +135,7 @@ def decode_value(data: bytes, fqn: str, allow_pickle: bool = False) -> Any:
     except UnsupportedFormatError as error:
         raise UnsupportedFormatError(f"cannot read {fqn!r}: {error}") from error
     except Exception as error:
-        # Whatever numpy, torch or datetime say to content that no writer makes.
+        # numpy, torch and datetime raise all kinds of errors for malformed content.
         raise CorruptCheckpointError(
             f"the stored value of {fqn!r} is malformed: {_reason(error)}"
         ) from error
@@ -233,7 +233,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set, bool)}
-"""What a defaultdict may fill itself with."""
+"""The default factories that a stored defaultdict may have."""
 
 
 def _factory_name(factory: Any) -> str | None:
@@ -265,7 +265,7 @@ def _moment(value: Any) -> tuple[Any, ...]:
 
 
 _ENCODERS: dict[type, Any] = {
-    Whole: lambda value, depth: _ext(_Tag.TUPLE, [_to_tree(value.value, depth + 1)]),
+    OpaqueValue: lambda value, depth: _ext(_Tag.TUPLE, [_to_tree(value.value, depth + 1)]),
     OrderedDict: lambda value, depth: _ext(_Tag.ORDERED_MAP, _pairs(value, depth)),
     set: _elements(_Tag.SET),
     frozenset: _elements(_Tag.FROZENSET),
@@ -294,9 +294,9 @@ _ENCODERS: dict[type, Any] = {
 }
 
 
-# Decoding. A file decides what is in it, so nothing is hashed, allocated or entered before it
-# is known to be of the form that a writer makes: msgspec checks types while it parses, keys of
-# maps are texts, and extensions stay closed until their turn comes.
+# Decoding. The content is untrusted: nothing is hashed, allocated or entered before its form is
+# checked. msgspec checks types while it parses, keys of maps are strings, and extensions are
+# decoded one at a time.
 
 _Ext: TypeAlias = msgspec.msgpack.Ext
 _LEAVES = frozenset({type(None), bool, int, float, str, bytes})
@@ -313,8 +313,7 @@ def _tree_of(text: type, levels: int) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(inner)
 
 
-# A union of msgspec cannot have both texts and bytes, so what has both is taken apart level by
-# level.
+# A union of msgspec cannot have both str and bytes: a tree with both is decoded level by level.
 _TREES = (_tree_of(str, _LEVELS_AT_ONCE), _tree_of(bytes, _LEVELS_AT_ONCE), _tree_of(str, 0))
 
 
@@ -323,7 +322,7 @@ def _from_bytes(data: Any, level: int) -> Any:
     data = memoryview(data)
     first = data[0] if len(data) else 0xC1
     if first in _EXT_HEADERS:
-        # Taken apart here, since msgspec would copy what may be a large array.
+        # Split here, since msgspec would copy what may be a large array.
         return _from_extension(*_split_extension(data), level)
     if first in _BIN_HEADERS:
         return msgspec.msgpack.decode(data, type=bytes)
@@ -389,9 +388,9 @@ def _from_extension(code: int, data: Any, level: int) -> Any:
 
 
 def _hash_alike(keys: Iterable[Any]) -> bool:
-    """Whether so many keys have one hash that a dict of them takes forever to make.
+    """Whether so many keys have the same hash that building a dict takes quadratic time.
 
-    Numbers, and tuples of them, can be chosen so. Python salts the hashes of texts.
+    Numbers and tuples of numbers can be chosen for that. The hashes of strings are salted.
     """
     keys = list(keys)
     if frozenset((str, bytes)).issuperset(map(type, keys)):
@@ -441,7 +440,7 @@ _CONTAINERS: dict[_Tag, Callable[[list[Any]], Any]] = {
     _Tag.DEFAULT_MAP: _to_default_map,
     _Tag.NAMESPACE: lambda pairs: argparse.Namespace(**_to_dict(pairs)),
 }
-"""Extensions that hold any values: how to make one of the list that is its content."""
+"""Extensions that hold any values: how to build one from the list of its contents."""
 
 
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcSU]\d{1,9}")
@@ -459,7 +458,7 @@ def _check_extents(shape: list[int], itemsize: int, nbytes: int) -> None:
 
 
 def _too_wide(itemsize: int, nbytes: int) -> bool:
-    """Whether an array without elements has such long ones that numpy may allocate one."""
+    """Whether an empty array has an itemsize so large that numpy may allocate one element."""
     return nbytes == 0 and itemsize > _WIDEST_OF_NONE_BYTES
 
 
@@ -559,4 +558,4 @@ _SCALARS: dict[_Tag, tuple[Any, Callable[[Any], Any]]] = {
     _Tag.TIME: (_Moment, partial(_to_moment, datetime.time)),
     _Tag.TIMEDELTA: (tuple[int, int, int], lambda parts: datetime.timedelta(*parts)),
 }
-"""Extensions of a fixed form: the type of the content, and how to make the value of it."""
+"""Extensions of a fixed form: the type of the content, and how to build the value."""

@@ -39,7 +39,7 @@ from reshard.plans.chunk_lists import ChunkList, chunk_columns, stack_chunks
 from reshard.plans.mismatches import matches, missing_keys, shape_mismatch
 from reshard.plans.read_items import ReadColumns, ReadItems
 from reshard.plans.write_items import PINNED, REQUIRES_GRAD, RowBuilder, WriteItems
-from reshard.tensors.foreign import to_chunk, to_index, to_properties
+from reshard.tensors.dcp_types import to_chunk, to_index, to_properties
 from reshard.tensors.materialise import materialise
 from reshard.tensors.shards import (
     Box,

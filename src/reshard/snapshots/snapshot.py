@@ -27,7 +27,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from reshard.api import StateDictError, UnsupportedLayoutError
 from reshard.tensors.allocation import elements_spanned
 from reshard.tensors.shards import check_allocated, is_dense
-from reshard.tensors.wrappers import joined, parts_of
+from reshard.tensors.subclasses import joined, parts_of
 
 __all__ = ["Layout", "Survey", "addresses_in", "survey"]
 

@@ -18,11 +18,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from reshard.api import CheckpointException, CoverageError, ShapeMismatchError, StateDictError
-from reshard.format.values import Whole, encode_value, is_pickled
+from reshard.format.values import OpaqueValue, encode_value, is_pickled
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.flatten import PathMap, StatePath, set_element
 from reshard.tensors.shards import Box, LocalShard, composite_shards
-from reshard.tensors.wrappers import joined, parts_of
+from reshard.tensors.subclasses import joined, parts_of
 
 __all__ = [
     "KIND",
@@ -136,13 +136,13 @@ def _taken_apart(
         yield (*path, KIND), _description(shard.tensor, value)
 
 
-def _description(local: Any, value: Any) -> Whole:
+def _description(local: Any, value: Any) -> OpaqueValue:
     _, context = parts_of(local)
     # One that could only be pickled is not kept: it is needed only where there is no tensor
     # of the same kind to load into.
     known = not is_pickled(encode_value(context))
     shape = tuple(value.size())
-    return Whole((_class_name(type(local)), shape, known, context if known else None))
+    return OpaqueValue((_class_name(type(local)), shape, known, context if known else None))
 
 
 def _class_name(kind: type) -> str:

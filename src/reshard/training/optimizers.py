@@ -23,7 +23,6 @@ from reshard.format.values import encode_value
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.composites import KIND, StoredShards, assemble, region_name, stored_shards
 from reshard.tensors.flatten import StatePath, flatten_state_dict, get_element, set_element
-from reshard.tensors.likeness import device_of, empty_like_parameter, own_region, with_local
 from reshard.tensors.modules import (
     fsdp1_optimizer_state,
     is_fsdp1,
@@ -31,6 +30,7 @@ from reshard.tensors.modules import (
     model_state,
     parameter_names,
 )
+from reshard.tensors.parameter_layout import device_of, empty_like_parameter, own_region, with_local
 from reshard.tensors.shards import is_sharded
 
 __all__ = ["OptimizerReport", "OptimizerStates"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from reshard.api import CheckpointException
-from reshard.format.values import Whole
+from reshard.format.values import OpaqueValue
 from reshard.metadata import Metadata
 from reshard.rank_values import OnResize, PerRank, per_rank
 from reshard.stateful import is_stateful
@@ -115,10 +115,13 @@ class TrainState:
         state: dict[str, Any] = {}
         if self._schedulers is not None:
             state["scheduler"] = {
-                str(i): Whole(each.state_dict()) for i, each in enumerate(self._all_schedulers())
+                str(i): OpaqueValue(each.state_dict())
+                for i, each in enumerate(self._all_schedulers())
             }
         if self._dataloader is not None:
-            state["dataloader"] = per_rank(Whole(self._dataloader.state_dict()), self._on_resize)
+            state["dataloader"] = per_rank(
+                OpaqueValue(self._dataloader.state_dict()), self._on_resize
+            )
         if self._rng:
             state["rng"] = per_rank(random_state(), self._on_resize)
         if self._extra is not None:
@@ -262,6 +265,6 @@ def _unmarked(value: Any) -> Any:
     return value.value if isinstance(value, PerRank) else value
 
 
-def _opened(loaded: Whole | Sequence[Any]) -> Any:
+def _opened(loaded: OpaqueValue | Sequence[Any]) -> Any:
     """A value that was marked as whole, from a checkpoint or as it was."""
-    return loaded.value if isinstance(loaded, Whole) else loaded[0]
+    return loaded.value if isinstance(loaded, OpaqueValue) else loaded[0]

@@ -1,4 +1,4 @@
-"""reshard.tensors.layout: which part of a tensor a rank holds."""
+"""reshard.tensors.regions: which part of a tensor a rank holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.tensors.layout import Cut, Region, local_regions
+from reshard.tensors.regions import Cut, Region, local_regions
 
 
 def held(shape: tuple[int, ...], cuts: tuple[Cut, ...], right_to_left: bool = False) -> np.ndarray:
