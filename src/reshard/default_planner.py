@@ -57,19 +57,11 @@ from reshard.plans.global_plan import (
 )
 from reshard.plans.traits import default_step, load_traits, save_traits
 from reshard.tensors.composites import KIND, CompositeTargets, expand_for_save, stored_shards
-from reshard.tensors.flatten import (
-    PathMap,
-    Rules,
-    StatePath,
-    flatten_state_dict,
-    keys_above,
-    paths_in,
-    put_empties,
-    set_element,
-)
+from reshard.tensors.flatten import Rules, flatten_state_dict, put_empties
 from reshard.tensors.flatten import (
     flatten_sharded_tensors as _flatten_sharded_tensors,  # noqa: F401
 )
+from reshard.tensors.paths import PathMap, StatePath, keys_above, paths_in, set_element
 from reshard.tensors.shards import DTensorReader, check_local_memory, find_state_dict_object
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,9 @@ from reshard.planner import LoadPlan, LoadPlanner, ReadItem
 from reshard.plans.building import create_read_items_for_chunk_list
 from reshard.state_dict_loader import _load_state_dict
 from reshard.storage import StorageReader
-from reshard.tensors.flatten import StatePath, unflatten_state_dict
+from reshard.tensors.flatten import unflatten_state_dict
 from reshard.tensors.parameter_layout import chunk_sharded, empty_like_parameter, nested_offset
+from reshard.tensors.paths import StatePath
 from reshard.tensors.shards import local_shards
 
 __all__ = ["load_sharded_optimizer_state_dict"]

@@ -1,37 +1,24 @@
-"""Copying the state away so that training can go on.
-
-There is one staging pool in a process. It keeps as many buffers as saves were ever in
-flight at once, each one block of memory that is used again and again; a buffer grows when
-a larger state dict comes, and stays where it is otherwise.
-"""
+"""Stagers: how `async_save` copies a state so that training can go on."""
 
 from __future__ import annotations
 
 import os
-import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from reshard.engine.process_wide import ProcessWide
 from reshard.metadata import STATE_DICT_TYPE
-from reshard.snapshots.segments import Segment
-from reshard.snapshots.snapshot import Layout, Survey, addresses_in, survey
+from reshard.snapshots.pool import LastLease, Staged, staging_pool
 
 __all__ = [
     "AsyncStager",
     "BlockingAsyncStager",
-    "Buffer",
     "DefaultStager",
-    "Staged",
     "StagingOptions",
-    "StagingPool",
-    "staging_pool",
 ]
 
 
@@ -79,250 +66,6 @@ class StagingOptions:
     use_non_blocking_copy: bool = True
 
 
-class Buffer:
-    """One block of staging memory and what lies in it."""
-
-    def __init__(self) -> None:
-        self.segment: Segment | None = None
-        self.layout: Layout | None = None
-
-    def prepare(self, plan: Survey, pinned: bool) -> Layout:
-        """Make room for a state dict, unless there is room already."""
-        if self.layout is not None and self.layout.form == plan.form and self.layout.is_in_place():
-            return self.layout
-        layout = Layout(plan)
-        if self.segment is None or self.segment.nbytes < layout.nbytes:
-            # First the old one goes: both at once might be more than there is.
-            self.free()
-            self.segment = Segment(layout.nbytes, pinned)
-        layout.place(self.segment.memory, plan)
-        self.layout = layout
-        return layout
-
-    def free(self) -> None:
-        self.layout = None
-        if self.segment is not None:
-            self.segment.close()
-            self.segment = None
-
-
-class Staged(dict[str, Any]):
-    """A staged state dict, in memory that was lent to it. Copies of it are ordinary dicts."""
-
-    lease: Lease
-
-    @property
-    def segment(self) -> Segment:
-        """The memory that all tensors lie in."""
-        return self.lease.segment
-
-    def release(self) -> None:
-        """Let the memory be used again."""
-        self.lease.release()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
-
-
-class Lease:
-    """A buffer that was lent to one staged state dict.
-
-    It ends with the stager that asked for it, and with the last save that keeps it.
-    """
-
-    def __init__(self, pool: StagingPool, buffer: Buffer, staged: Staged) -> None:
-        self.buffer = buffer
-        self.begin, self.end_of_memory = 0, 0
-        if buffer.segment is not None:
-            self.begin, self.end_of_memory = buffer.segment.begin, buffer.segment.end
-        self._pool = pool
-        # Not held here: whether anybody else holds it is what `end` asks.
-        self._staged = weakref.ref(staged)
-        self._lock = threading.Lock()
-        self._keepers = 0
-        self.is_over = False
-        self.was_given_back = False
-
-    @property
-    def segment(self) -> Segment:
-        if self.buffer.segment is None:
-            raise RuntimeError("the memory of this staged state dict was given back")
-        return self.buffer.segment
-
-    def holds(self, address: int) -> bool:
-        return self.begin <= address < self.end_of_memory
-
-    def keep(self) -> None:
-        """Make it last, if it has not ended, until `release` is called as often."""
-        with self._lock:
-            self._keepers += 1
-
-    def release(self) -> None:
-        """Let the memory be used again, unless others keep it. Harmless if it is already."""
-        with self._lock:
-            self._keepers -= 1
-            if self.is_over or self._keepers > 0:
-                return
-            self.is_over = self.was_given_back = True
-        staged = self._staged()
-        if staged is not None:
-            # What it held would be overwritten by the next save, and keep memory alive.
-            staged.clear()
-        self._pool.release(self.buffer)
-
-    def end(self) -> None:
-        """The stager needs it no more. Memory that somebody still looks at is left to them."""
-        with self._lock:
-            if self.is_over or self._keepers > 0:
-                return
-            self.is_over = True
-        if self.buffer.layout is not None and self.buffer.layout.is_held():
-            self._pool.abandon(self.buffer)
-        else:
-            self._pool.release(self.buffer)
-
-
-class _LastLease:
-    """The last lease of a stager, which ends at the latest when the stager does."""
-
-    lease: Lease | None = None
-
-    def end(self) -> None:
-        lease, self.lease = self.lease, None
-        if lease is not None:
-            lease.end()
-
-
-class StagingPool:
-    """The staging memory of a process. Safe to use from several threads.
-
-    A forked child begins without any: that of its parent is shared with the parent.
-    """
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._idle: list[Buffer] = []
-        self._busy: list[Buffer] = []
-        self._lent: dict[int, Lease] = {}
-
-    def stage(
-        self, state_dict: Mapping[str, Any], pinned: bool = False, non_blocking: bool = False
-    ) -> Staged:
-        """Copy `state_dict` away."""
-        non_blocking = non_blocking and torch.accelerator.is_available()
-        plan = survey(state_dict)
-        buffer = self._take(plan)
-        try:
-            # What is made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False), torch.no_grad():
-                layout = buffer.prepare(plan, pinned)
-                layout.copy(plan, non_blocking)
-                if non_blocking:
-                    _wait_for_devices(plan)
-                staged = Staged(layout.rebuild(state_dict))
-        except BaseException:
-            self.release(buffer)
-            raise
-        staged.lease = Lease(self, buffer, staged)
-        with self._mine():
-            self._lent[id(buffer)] = staged.lease
-        return staged
-
-    def prewarm(self, state_dict: Mapping[str, Any], pinned: bool = False) -> None:
-        """Get the memory for such a state dict now, so that the first save finds it."""
-        plan = survey(state_dict)
-        buffer = self._take(plan)
-        try:
-            with torch.inference_mode(False):
-                buffer.prepare(plan, pinned)
-        finally:
-            self.release(buffer)
-
-    def leases_of(self, state_dict: Mapping[str, Any]) -> list[Lease]:
-        """Of what was staged here and has memory in `state_dict`, whatever became of the dict."""
-        with self._mine():
-            lent = list(self._lent.values())
-        addresses = addresses_in(state_dict) if lent else []
-        return [lease for lease in lent if any(map(lease.holds, addresses))]
-
-    def release(self, buffer: Buffer) -> None:
-        """Let a buffer be used again."""
-        with self._mine():
-            self._lent.pop(id(buffer), None)
-            if buffer in self._busy:
-                self._busy.remove(buffer)
-                self._idle.append(buffer)
-
-    def abandon(self, buffer: Buffer) -> None:
-        """Leave a buffer to those who look at it. Its memory is gone when they are."""
-        with self._mine():
-            self._lent.pop(id(buffer), None)
-            if buffer in self._busy:
-                self._busy.remove(buffer)
-        buffer.free()
-
-    def close(self) -> None:
-        """Give back the memory that no save uses."""
-        with self._mine():
-            for buffer in self._idle:
-                buffer.free()
-            self._idle.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """How much memory the pool holds."""
-        return sum(segment.nbytes for segment in self._segments())
-
-    def segment_numbers(self) -> frozenset[int]:
-        """Which segments are in use, or may be again."""
-        return frozenset(segment.number for segment in self._segments())
-
-    def _segments(self) -> list[Segment]:
-        with self._mine():
-            segments = [buffer.segment for buffer in (*self._idle, *self._busy)]
-        return [segment for segment in segments if segment is not None]
-
-    def _mine(self) -> threading.Lock:
-        """The lock of this process."""
-        if self._pid != os.getpid():
-            self.__init__()  # type: ignore[misc]
-        return self._lock
-
-    def _take(self, plan: Survey) -> Buffer:
-        with self._mine():
-            buffer = _best(self._idle, plan) or Buffer()
-            if buffer in self._idle:
-                self._idle.remove(buffer)
-            self._busy.append(buffer)
-            return buffer
-
-
-def _best(buffers: Sequence[Buffer], plan: Survey) -> Buffer | None:
-    """The buffer that has to change least: of the same form, or else large enough."""
-    for buffer in buffers:
-        if buffer.layout is not None and buffer.layout.form == plan.form:
-            return buffer
-    nbytes = Layout(plan).nbytes if buffers else 0
-    sizes = [0 if buffer.segment is None else buffer.segment.nbytes for buffer in buffers]
-    enough = [place for place, size in enumerate(sizes) if size >= nbytes]
-    if enough:
-        return buffers[min(enough, key=sizes.__getitem__)]
-    # One that must grow anyway: the largest has the least to gain from being kept.
-    return buffers[sizes.index(max(sizes))] if buffers else None
-
-
-def _wait_for_devices(plan: Survey) -> None:
-    """Wait for copies that were only begun (exercised with stand-ins: no device was at hand)."""
-    for device in {tensor.device for tensor in plan.tensors}:
-        if device.type not in ("cpu", "meta"):
-            torch.accelerator.current_stream(device).synchronize()
-
-
-staging_pool = ProcessWide(StagingPool, StagingPool.close)
-"""The pool of this process."""
-
-
 class DefaultStager(AsyncStager):
     """Copies into the staging pool of the process.
 
@@ -337,7 +80,7 @@ class DefaultStager(AsyncStager):
         self._config = config
         self._thread: ThreadPoolExecutor | None = None
         self._staging: Future[STATE_DICT_TYPE] | None = None
-        self._last = _LastLease()
+        self._last = LastLease()
         # Who forgets to close a stager does not lose the memory.
         weakref.finalize(self, self._last.end).atexit = False
         self._pid = os.getpid()

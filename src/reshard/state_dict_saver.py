@@ -21,7 +21,8 @@ from reshard.operations.save import save_now
 from reshard.operations.targets import SaveTarget
 from reshard.operations.user_calls import _api_bc_check, ask_for_states
 from reshard.planner import SavePlanner
-from reshard.staging import AsyncStager, staging_pool
+from reshard.snapshots.pool import staging_pool
+from reshard.staging import AsyncStager
 from reshard.stateful import Stateful as Stateful
 from reshard.storage import StorageWriter
 

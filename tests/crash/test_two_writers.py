@@ -25,7 +25,7 @@ from reshard.api import CheckpointNotFoundError, CommitConflictError, CorruptChe
 from reshard.checkpoint.directory import claim_name
 from reshard.stores.local import LocalStore
 from reshard.stores.owners import owner_tag
-from reshard.tensors.flatten import PathMap
+from reshard.tensors.paths import PathMap
 from support.failing_system import WatchedSystem, WriterOn, watching
 from support.ranks import run_alone
 

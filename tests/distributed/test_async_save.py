@@ -18,13 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
-from reshard.staging import (
-    AsyncStager,
-    BlockingAsyncStager,
-    DefaultStager,
-    StagingOptions,
-    staging_pool,
-)
+from reshard.snapshots.pool import staging_pool
+from reshard.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from reshard.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from support.background import (
     PROCESS,

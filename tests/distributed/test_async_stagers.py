@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import reshard
-from reshard.staging import AsyncStager, BlockingAsyncStager, staging_pool
+from reshard.snapshots.pool import staging_pool
+from reshard.staging import AsyncStager, BlockingAsyncStager
 from reshard.state_dict_saver import AsyncCheckpointerType
 from support.background import SECONDS, Gate, GatedWriter, both_kinds
 from support.ranks import run_alone

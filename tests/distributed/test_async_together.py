@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import reshard
 from reshard.api import BusyError
 from reshard.background.worker import worker_of_this_process
-from reshard.staging import DefaultStager, StagingOptions, staging_pool
+from reshard.snapshots.pool import staging_pool
+from reshard.staging import DefaultStager, StagingOptions
 from reshard.state_dict_saver import AsyncCheckpointerType
 from support.background import (
     PROCESS,

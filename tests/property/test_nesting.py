@@ -10,14 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.tensors.flatten import (
-    PathMap,
-    Rules,
-    check_paths,
-    flatten_state_dict,
-    get_element,
-    unflatten_state_dict,
-)
+from reshard.tensors.flatten import Rules, flatten_state_dict, unflatten_state_dict
+from reshard.tensors.paths import PathMap, check_paths, get_element
 
 T = torch.zeros(1)
 keys = st.sampled_from(["a", "b", "03", "", "x.y"]) | st.integers(-3, 3)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from reshard.background.handover import pack, unpack
 from reshard.rank_values import PerRank
+from reshard.snapshots.pool import StagingPool
 from reshard.snapshots.segments import map_segment
-from reshard.staging import StagingPool
 
 WIDE = [
     torch.uint8,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from reshard.staging import StagingPool, staging_pool
+from reshard.snapshots.pool import StagingPool, staging_pool
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flat
 from reshard._nested_dict import flatten_state_dict, unflatten_state_dict
 from reshard._traverse import get_element, set_element, traverse_state_dict
 from reshard.api import StateDictError
-from reshard.tensors.flatten import PathMap, Rules
+from reshard.tensors.flatten import Rules
+from reshard.tensors.paths import PathMap
 
 T = torch.ones(1)
 

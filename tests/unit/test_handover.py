@@ -21,8 +21,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from reshard.api import UnsupportedLayoutError
 from reshard.background.handover import pack, unpack
 from reshard.rank_values import PerRank, per_rank
+from reshard.snapshots.pool import Staged, StagingPool
 from reshard.snapshots.segments import map_segment
-from reshard.staging import Staged, StagingPool
 from reshard.tensors.shards import HeldShards
 from support.fake_ranks import as_rank, distributed, mesh_of
 from support.subclasses import Scaled, Tagged

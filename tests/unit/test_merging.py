@@ -16,7 +16,7 @@ from reshard.checkpoint.contents import merge_planner_data
 from reshard.format.manifest import Manifest
 from reshard.format.merging import merge_manifests
 from reshard.planning.columns import DTYPE_CODES
-from reshard.tensors.flatten import PathMap
+from reshard.tensors.paths import PathMap
 from support.boxes import Box, Tiled, tilings
 
 

@@ -26,15 +26,8 @@ from reshard.default_planner import DefaultSavePlanner
 from reshard.planner import SavePlan
 from reshard.plans.global_plan import merge_paths, plan_fingerprint
 from reshard.plans.wire import decode_save_plans, encode_save_plan
-from reshard.tensors.flatten import (
-    MOST_LEVELS,
-    PathMap,
-    check_paths,
-    flatten_state_dict,
-    get_element,
-    set_element,
-    unflatten_state_dict,
-)
+from reshard.tensors.flatten import flatten_state_dict, unflatten_state_dict
+from reshard.tensors.paths import MOST_LEVELS, PathMap, check_paths, get_element, set_element
 from support.hostile import MANIFEST, OpenManifest, check_refused, reason_of
 
 T = torch.arange(3.0)

@@ -13,7 +13,7 @@ from torch.distributed._shard.sharded_tensor import ShardMetadata
 from torch.testing._internal.two_tensor import TwoTensor
 
 from reshard.api import UnsupportedLayoutError
-from reshard.staging import StagingPool
+from reshard.snapshots.pool import StagingPool
 from support.fake_ranks import as_rank
 from support.subclasses import Opaque, Tagged
 

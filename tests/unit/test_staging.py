@@ -14,18 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-import reshard.staging
+import reshard.snapshots.pool
 from reshard.api import UnsupportedLayoutError
+from reshard.snapshots.pool import Buffer, Staged, StagingPool
 from reshard.snapshots.segments import Segment, map_segment
-from reshard.staging import (
-    AsyncStager,
-    BlockingAsyncStager,
-    Buffer,
-    DefaultStager,
-    Staged,
-    StagingOptions,
-    StagingPool,
-)
+from reshard.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 
 SMALL = {"w": torch.arange(4.0)}
 LARGE = {"w": torch.arange(1 << 20, dtype=torch.float32)}
@@ -41,7 +34,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(nbytes)
             super().__init__(nbytes, pinned)
 
-    monkeypatch.setattr(reshard.staging, "Segment", Noted)
+    monkeypatch.setattr(reshard.snapshots.pool, "Segment", Noted)
     return sizes
 
 

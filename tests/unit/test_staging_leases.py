@@ -12,12 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from reshard.staging import (
-    BlockingAsyncStager,
-    DefaultStager,
-    StagingOptions,
-    StagingPool,
-)
+from reshard.snapshots.pool import StagingPool
+from reshard.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
 SMALL = {"w": torch.arange(4.0)}
 LARGE = {"w": torch.arange(1 << 20, dtype=torch.float32)}

@@ -20,15 +20,9 @@ from reshard.operations.save import Save, SaveJob
 from reshard.operations.targets import SaveTarget
 from reshard.operations.user_calls import ask_for_states
 from reshard.planner import SavePlanner
-from reshard.staging import (
-    AsyncStager,
-    DefaultStager,
-    Lease,
-    Staged,
-    StagingOptions,
-    staging_pool,
-)
-from reshard.tensors.composites import unfolded
+from reshard.snapshots.pool import Lease, Staged, staging_pool
+from reshard.staging import AsyncStager, DefaultStager, StagingOptions
+from reshard.tensors.composites import split_composites
 
 __all__ = ["BackgroundSave", "save_later"]
 
@@ -218,7 +212,10 @@ class BackgroundSave:
                 # It is where the worker cannot see it.
                 staged = copied = staging_pool().stage(staged)
             packed = PackedSave(
-                unfolded(dict(staged)), self.target, self.planner, self.options.use_collectives
+                split_composites(dict(staged)),
+                self.target,
+                self.planner,
+                self.options.use_collectives,
             )
             request = WorkerRequest(
                 meeting,

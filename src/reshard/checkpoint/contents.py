@@ -28,7 +28,7 @@ from reshard.plans.global_plan import ChunkTable, chunk_table
 from reshard.plans.results import PlacedResult, Placement, WriteResults, WrittenFile
 from reshard.plans.write_items import WriteItems, flags_of, properties_from, write_columns
 from reshard.storage import StorageInfo, WriteResult
-from reshard.tensors.flatten import IntKey, PathMap, check_paths
+from reshard.tensors.paths import IntKey, PathMap, check_paths
 
 __all__ = [
     "StorageTable",

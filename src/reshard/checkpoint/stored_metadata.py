@@ -17,7 +17,7 @@ from reshard.checkpoint.directory import read_manifest
 from reshard.metadata import Metadata, StorageMeta
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
-from reshard.tensors.flatten import PathMap
+from reshard.tensors.paths import PathMap
 
 __all__ = ["StoredMetadata", "can_be_read_back", "refer_to"]
 

@@ -21,7 +21,7 @@ from reshard.planner import LoadPlan
 from reshard.plans.building import create_read_items_for_chunk_list
 from reshard.plans.mismatches import describe_missing
 from reshard.storage import StorageReader
-from reshard.tensors.flatten import PathMap, keys_above
+from reshard.tensors.paths import PathMap, keys_above
 
 __all__ = ["read_all_keys", "read_keys", "read_region"]
 

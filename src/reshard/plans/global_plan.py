@@ -38,7 +38,7 @@ from reshard.planning.global_plan import (
 from reshard.planning.packing import pack_placement, pack_schema
 from reshard.plans.chunk_lists import ChunkList, stack_chunks
 from reshard.plans.write_items import WriteItems, properties_of, write_columns
-from reshard.tensors.flatten import PathMap, StatePath
+from reshard.tensors.paths import PathMap, StatePath
 
 __all__ = [
     "FINGERPRINT_BYTES",

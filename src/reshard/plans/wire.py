@@ -33,7 +33,7 @@ from reshard.plans.read_items import ReadItems, pack_read_columns, read_columns,
 from reshard.plans.results import Placement, WriteResults, WrittenFile
 from reshard.plans.write_items import WriteItems, write_columns
 from reshard.storage import WriteResult
-from reshard.tensors.flatten import PathMap
+from reshard.tensors.paths import PathMap
 
 __all__ = [
     "LoadPlanExchange",

@@ -27,7 +27,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from reshard.api import StateDictError, UnsupportedLayoutError
 from reshard.tensors.allocation import elements_spanned
 from reshard.tensors.shards import check_allocated, is_dense
-from reshard.tensors.subclasses import joined, parts_of
+from reshard.tensors.subclasses import join_parts, split_parts
 
 __all__ = ["Layout", "Survey", "addresses_in", "survey"]
 
@@ -387,10 +387,10 @@ def _on_cpu(shard: Any) -> Any:
 
 
 def _take_subclass_apart(tensor: Any) -> _Parts:
-    own, _ = parts_of(tensor)
+    own, _ = split_parts(tensor)
 
     def join(parts: list[Any]) -> Any:
-        twin = joined(tensor, dict(zip(own, parts, strict=True)))
+        twin = join_parts(tensor, dict(zip(own, parts, strict=True)))
         wanted = tensor.requires_grad and not twin.requires_grad and twin.is_leaf
         return twin.requires_grad_() if wanted else twin
 

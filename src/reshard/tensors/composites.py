@@ -20,9 +20,9 @@ from torch.autograd.graph import increment_version
 from reshard.api import CheckpointException, CoverageError, ShapeMismatchError, StateDictError
 from reshard.format.values import OpaqueValue, encode_value, is_pickled
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from reshard.tensors.flatten import PathMap, StatePath, set_element
+from reshard.tensors.paths import PathMap, StatePath, set_element
 from reshard.tensors.shards import Box, LocalShard, composite_shards
-from reshard.tensors.subclasses import joined, parts_of
+from reshard.tensors.subclasses import join_parts, split_parts
 
 __all__ = [
     "KIND",
@@ -33,7 +33,7 @@ __all__ = [
     "overlapping",
     "region_name",
     "stored_shards",
-    "unfolded",
+    "split_composites",
 ]
 
 KIND = "__tensor__"
@@ -90,7 +90,7 @@ def expand_for_save(flat: dict[str, Any], paths: Mapping[str, StatePath]) -> tup
     return expanded, new_paths
 
 
-def unfolded(value: Any, path: StatePath = ()) -> Any:
+def split_composites(value: Any, path: StatePath = ()) -> Any:
     """A nested state dict with dicts of parts in place of composite tensors.
 
     For a process that knows no mesh, and so not which shard of a tensor this rank has. It
@@ -105,16 +105,16 @@ def unfolded(value: Any, path: StatePath = ()) -> Any:
             set_element(parts, its_path, leaf)
         return parts
     if isinstance(value, dict):
-        inner = {key: unfolded(each, (*path, key)) for key, each in value.items()}
+        inner = {key: split_composites(each, (*path, key)) for key, each in value.items()}
         return inner if any(inner[key] is not value[key] for key in value) else value
     if isinstance(value, list | tuple):
-        elements = [unfolded(each, (*path, i)) for i, each in enumerate(value)]
+        elements = [split_composites(each, (*path, i)) for i, each in enumerate(value)]
         same = all(a is b for a, b in zip(elements, value, strict=True))
         if same or hasattr(value, "_fields"):
             return value if same else type(value)(*elements)
         return type(value)(elements)
     if hasattr(type(value), "__replace_value__"):
-        return value.__replace_value__(unfolded(value.value, path))
+        return value.__replace_value__(split_composites(value.value, path))
     return value
 
 
@@ -128,7 +128,7 @@ def _taken_apart(
     path: StatePath, value: Any, shards: Sequence[LocalShard]
 ) -> Iterator[tuple[StatePath, Any]]:
     for shard in shards:
-        for name, part in parts_of(shard.tensor)[0].items():
+        for name, part in split_parts(shard.tensor)[0].items():
             below = (*path, region_name((shard.offsets, shard.sizes)), name)
             inner = composite_shards(".".join(map(str, below)), part)
             yield from _taken_apart(below, part, inner) if inner else [(below, part)]
@@ -137,7 +137,7 @@ def _taken_apart(
 
 
 def _description(local: Any, value: Any) -> OpaqueValue:
-    _, context = parts_of(local)
+    _, context = split_parts(local)
     # One that could only be pickled is not kept: it is needed only where there is no tensor
     # of the same kind to load into.
     known = not is_pickled(encode_value(context))
@@ -232,8 +232,8 @@ class _Cut:
 
     def try_out(self) -> None:
         """See whether the subclass can do what `copy` will ask of it."""
-        parts = {name: torch.empty_like(part) for name, part in parts_of(self.target)[0].items()}
-        self._copy(joined(self.target, parts))
+        parts = {name: torch.empty_like(part) for name, part in split_parts(self.target)[0].items()}
+        self._copy(join_parts(self.target, parts))
 
     def copy(self) -> None:
         """Have the subclass cut and copy."""
@@ -243,7 +243,7 @@ class _Cut:
         kind = type(self.target).__name__
         try:
             with torch.no_grad():
-                source = _narrowed(joined(self.target, self.parts, self.sizes), self.out_of)
+                source = _narrowed(join_parts(self.target, self.parts, self.sizes), self.out_of)
                 _narrowed(target, self.into).copy_(source)
         except Exception as error:
             raise ShapeMismatchError(
@@ -319,10 +319,10 @@ class CompositeTargets:
             for box, common in stored.needed_for(name, own).items():
                 below = f"{name}.{region_name(box)}"
                 if box == own:
-                    parts, _ = parts_of(shard.tensor)
+                    parts, _ = split_parts(shard.tensor)
                     wanted |= {f"{below}.{part}": tensor for part, tensor in parts.items()}
                     continue
-                device = next(iter(parts_of(shard.tensor)[0].values())).device
+                device = next(iter(split_parts(shard.tensor)[0].values())).device
                 temporary = stored.empty_parts(name, box, device)
                 for part in temporary:
                     temporary[part] = wanted.setdefault(f"{below}.{part}", temporary[part])
@@ -398,8 +398,8 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
                 pieces[common] = _narrowed(whole, _within(common, box))
                 if common != box:
                     # A view would keep all of the shard in memory.
-                    own = {n: part.clone() for n, part in parts_of(pieces[common])[0].items()}
-                    pieces[common] = joined(pieces[common], own)
+                    own = {n: part.clone() for n, part in split_parts(pieces[common])[0].items()}
+                    pieces[common] = join_parts(pieces[common], own)
         return pieces[wanted] if wanted in pieces else _concatenated(pieces, wanted)
     except Exception as error:
         raise CheckpointException(
@@ -422,15 +422,15 @@ def _concatenated(pieces: Mapping[Box, Any], wanted: Box) -> Any:
         end += sizes[0]
     in_order = [pieces[box] for box in sorted(pieces)]
     first = in_order[0]
-    fewer, _ = parts_of(first.narrow(0, 0, len(first) // 2))
-    whole, _ = parts_of(first)
+    fewer, _ = split_parts(first.narrow(0, 0, len(first) // 2))
+    whole, _ = split_parts(first)
     by_rows = {part for part in whole if whole[part].shape != fewer[part].shape}
-    others = [parts_of(piece)[0] for piece in in_order]
+    others = [split_parts(piece)[0] for piece in in_order]
     parts = {
         part: torch.cat([each[part] for each in others]) if part in by_rows else tensor
         for part, tensor in whole.items()
     }
-    return joined(first, parts, wanted[1])
+    return join_parts(first, parts, wanted[1])
 
 
 def _strides(sizes: torch.Size) -> tuple[int, ...]:

@@ -9,48 +9,33 @@ Nothing here recurses: state dicts may be nested deeper than Python's stack allo
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
-import msgspec
 import torch
 
-from reshard.api import CorruptCheckpointError, StateDictError
-from reshard.tensors.nesting import tuple_like
+from reshard.api import StateDictError
+from reshard.tensors.paths import (
+    MOST_LEVELS,
+    IntKey,
+    PathMap,
+    StatePath,
+    existing_key,
+    set_element,
+    spell_path,
+)
 from reshard.tensors.shards import HeldShards
 
 __all__ = [
-    "IntKey",
-    "MOST_LEVELS",
-    "PathMap",
     "Rules",
     "SplitDict",
-    "StatePath",
-    "check_paths",
     "flatten_sharded_tensors",
     "flatten_state_dict",
-    "get_element",
-    "keys_above",
-    "paths_in",
     "put_empties",
-    "set_element",
     "traverse_state_dict",
     "unflatten_state_dict",
 ]
-
-StatePath: TypeAlias = tuple[str | int, ...]
-MOST_LEVELS = 1000
-"""How many containers a value may lie in, the state dict included."""
-_WAS_INT = 1 << 32
-_MOST_DIGITS = 4300
-
-
-class IntKey(str):
-    """The key of a dict that was an integer. In names, and in paths, it is text like any other."""
-
-    __slots__ = ()
 
 
 class SplitDict(dict[Any, Any]):
@@ -69,145 +54,6 @@ class Rules(Enum):
     DCP_2_3 = "dcp-2.3"
 
 
-class PathMap(dict[str, StatePath]):
-    """Flat names to paths. Pickles as a few bytes per name.
-
-    `empties` are the paths of dicts without content, which have no name.
-    """
-
-    def __init__(self, paths: Any = (), empties: Iterable[StatePath] = ()) -> None:
-        super().__init__(paths)
-        self.empties = tuple(empties)
-
-    @property
-    def is_regular(self) -> bool:
-        """Whether each name is its path, joined with dots. Planners may put others in."""
-        return all(
-            isinstance(path, tuple) and name == ".".join(map(str, path))
-            for name, path in self.items()
-        )
-
-    def add(self, other: Mapping[str, StatePath]) -> None:
-        """Add the names of `other` that are not here yet."""
-        for name, path in other.items():
-            self.setdefault(name, path)
-        more = getattr(other, "empties", ())
-        if more and more != self.empties:
-            self.empties = tuple(dict.fromkeys((*self.empties, *more)))
-
-    def pack(self) -> bytes:
-        """These paths in a deterministic, compact form, if they are regular."""
-        # A path is its name cut into pieces: only the lengths need to be stored,
-        # negative for positions in a list, with a mark for keys that were integers.
-        packed: list[Any] = [list(self), [_cuts(path) for path in self.values()]]
-        if self.empties:
-            packed.append([(".".join(map(str, path)), _cuts(path)) for path in self.empties])
-        return msgspec.msgpack.encode(packed)
-
-    @classmethod
-    def unpack(cls, data: bytes) -> PathMap:
-        packed = msgspec.msgpack.decode(data, type=_Packed)
-        paths = zip(packed.names, map(_path, packed.names, packed.cuts), strict=True)
-        return cls(paths, [_path(name, cuts) for name, cuts in packed.empties])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if not self.is_regular:
-            return PathMap, (dict(self), self.empties)
-        return _unpack_compressed, (zlib.compress(self.pack(), 1),)
-
-
-class _Packed(msgspec.Struct, array_like=True):
-    names: list[str]
-    cuts: list[list[int]]
-    empties: list[tuple[str, list[int]]] = []
-
-
-def _unpack_compressed(data: bytes) -> PathMap:
-    return PathMap.unpack(zlib.decompress(data))
-
-
-def _cuts(path: StatePath) -> list[int]:
-    return [
-        -len(str(key)) if isinstance(key, int) else len(key) + _WAS_INT * isinstance(key, IntKey)
-        for key in path
-    ]
-
-
-def _path(name: str, cuts: list[int]) -> StatePath:
-    path: list[str | int] = []
-    begin = 0
-    for cut in cuts:
-        was_int = cut >= _WAS_INT
-        length = cut - _WAS_INT if was_int else abs(cut)
-        piece = name[begin : begin + length]
-        if (was_int or cut < 0) and _integer(piece) is None:
-            raise ValueError(f"{piece[:20]!r} is not an integer")
-        path.append(int(piece) if cut < 0 else IntKey(piece) if was_int else piece)
-        begin += length + 1
-    return tuple(path)
-
-
-def _integer(text: str) -> int | None:
-    """The integer that is written exactly so; "03" is text."""
-    if not text.removeprefix("-").isdecimal() or len(text) > _MOST_DIGITS:
-        return None
-    number = int(text)
-    return number if str(number) == text else None
-
-
-_ELEMENTS_PER_PART, _ELEMENTS_AT_LEAST = 16, 1 << 16
-_MOST_ALIKE = 64
-
-
-def paths_in(told: Any, names: Collection[str]) -> PathMap:
-    """Paths in what a planner of the user's left in a checkpoint, for whatever purpose."""
-    paths = PathMap(
-        (name, tuple(path))
-        for name, path in (told.items() if isinstance(told, Mapping) else ())
-        if isinstance(name, str)
-        and name in names
-        and isinstance(path, list | tuple)
-        and all(type(key) in (int, str) for key in path)
-    )
-    try:
-        check_paths(paths)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"the checkpoint has damaged names: {error}") from error
-    return paths
-
-
-def check_paths(paths: PathMap) -> None:
-    """Raise ValueError for paths that take more to follow than to store.
-
-    All lists together are not much longer than there are steps in all paths. Only older
-    checkpoints have lists with positions that nothing is at.
-    """
-    nodes: dict[tuple[int, str | int], int] = {}
-    longest: dict[int, int] = {}
-    steps = 0
-    alike: dict[int, set[str]] = {}
-    for path in (*paths.values(), *paths.empties):
-        if not path or not isinstance(path[0], str) or len(path) > MOST_LEVELS:
-            raise ValueError(f"a path of {len(path)} steps: {_spell(path)}")
-        steps += len(path)
-        last = max((depth for depth, key in enumerate(path) if type(key) is int), default=-1)
-        node = 0
-        for key in path[: last + 1]:
-            if type(key) is int:
-                if key < 0:
-                    raise ValueError(f"the position {key} in a list")
-                longest[node] = max(longest.get(node, 0), key + 1)
-            node = nodes.setdefault((node, key), len(nodes) + 1)
-        for key in path:
-            # Small integers have different hashes.
-            if isinstance(key, IntKey) and len(key) > 18:
-                alike.setdefault(hash(int(key)), set()).add(key)
-    if sum(longest.values()) > _ELEMENTS_PER_PART * steps + _ELEMENTS_AT_LEAST:
-        raise ValueError(f"lists of {sum(longest.values())} elements for {len(paths)} names")
-    if any(len(keys) > _MOST_ALIKE for keys in alike.values()):
-        raise ValueError(f"more than {_MOST_ALIKE} keys with the same hash")
-
-
 def flatten_state_dict(
     state_dict: Mapping[str, Any], rules: Rules = Rules.CURRENT
 ) -> tuple[dict[str, Any], PathMap]:
@@ -220,23 +66,13 @@ def flatten_state_dict(
         if name in flat:
             raise StateDictError(
                 f"two values of the state dict get the name {name!r}: the one at "
-                f"{_spell(paths[name])} and the one at {_spell(path)}. Rename a key that "
+                f"{spell_path(paths[name])} and the one at {spell_path(path)}. Rename a key that "
                 "contains a dot, or that reads like another key"
             )
         flat[name] = value
         paths[name] = path
     paths.empties = tuple(empties)
     return flat, paths
-
-
-def _spell(path: Iterable[Any]) -> str:
-    """A path as one would write it, or the beginning of a long one."""
-    keys = list(path)
-    text = "".join(f"[{key!r}]" for key in keys[:_MOST_SPELLED])
-    return text if len(keys) <= _MOST_SPELLED else f"{text}..."
-
-
-_MOST_SPELLED = 32
 
 
 def traverse_state_dict(
@@ -282,11 +118,11 @@ def _leaves(
         if isinstance(value, Mapping | list | tuple) and search.enters(value):
             if len(value):
                 if id(value) in inside:
-                    raise StateDictError(f"the container at {_spell(path)} contains itself")
+                    raise StateDictError(f"the container at {spell_path(path)} contains itself")
                 if len(path) >= MOST_LEVELS:
                     raise StateDictError(
                         f"the state dict is nested deeper than {MOST_LEVELS} levels at "
-                        f"{_spell(path)}. Keep what is there in fewer containers"
+                        f"{spell_path(path)}. Keep what is there in fewer containers"
                     )
                 inside.add(id(value))
                 containers.append(value)
@@ -311,13 +147,13 @@ def _steps(container: Any, path: list[str | int]) -> Iterator[tuple[str | int, A
             )
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise TypeError(
-                f"the dict at {_spell(path)} has the key {key!r} of type "
+                f"the dict at {spell_path(path)} has the key {key!r} of type "
                 f"{type(key).__name__}; only strings and integers can be stored and "
                 "restored. Rename it, for example to its str()"
             )
         if isinstance(key, int) and str(key) in container:
             raise StateDictError(
-                f"the dict at {_spell(path)} has both the key {key!r} and the key "
+                f"the dict at {spell_path(path)} has both the key {key!r} and the key "
                 f"{str(key)!r}, which would get the same name. Rename one of them"
             )
         yield IntKey(key) if isinstance(key, int) else key, value
@@ -410,21 +246,6 @@ def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     return state_dict
 
 
-def keys_above(path: StatePath, keys: Collection[str], longest: int) -> Iterator[str]:
-    """Those of `keys` that name the value at `path`, or a container that it lies in.
-
-    None of the keys is longer than `longest`.
-    """
-    spelled, end = ".".join(map(str, path)), 0
-    for part in path:
-        end += len(str(part))
-        if end > longest:
-            return
-        if spelled[:end] in keys:
-            yield spelled[:end]
-        end += 1
-
-
 def unflatten_state_dict(
     state_dict: Mapping[str, Any], mapping: Mapping[str, StatePath]
 ) -> dict[str, Any]:
@@ -449,7 +270,7 @@ def _is_free(root_dict: Mapping[str, Any], path: StatePath, mapping: Mapping[str
     value: Any = root_dict
     for depth, key in enumerate(path):
         if isinstance(value, Mapping):
-            key = _existing_key(value, key)
+            key = existing_key(value, key)
             if key not in value:
                 return True
         elif not isinstance(value, list) or not isinstance(key, int):
@@ -461,74 +282,3 @@ def _is_free(root_dict: Mapping[str, Any], path: StatePath, mapping: Mapping[str
             # The value None, or a position of a list that nothing was put at.
             return ".".join(map(str, path[: depth + 1])) not in mapping
     return False
-
-
-def set_element(root_dict: MutableMapping[str, Any], path: StatePath, value: Any) -> None:
-    """Put `value` at `path`, making dicts and lists on the way where there are none."""
-    container: Any = root_dict
-    # The container that can be changed, and the tuples in it that would have to be replaced.
-    above: list[tuple[Any, Any]] = []
-    for depth, key in enumerate(path, 1):
-        if isinstance(container, Mapping):
-            key = _existing_key(container, key)
-        elif not isinstance(key, int):
-            raise StateDictError(
-                f"cannot store at key {key!r}: there is a {type(container).__name__} in its place"
-            )
-        if not isinstance(container, tuple):
-            above = []
-        above.append((container, key))
-        inner = value if depth == len(path) else _inner(container, key)
-        if depth < len(path) and isinstance(inner, Mapping | list | tuple):
-            container = inner
-            continue
-        if depth < len(path):
-            inner = {} if isinstance(path[depth], str) else []
-        _put(above, inner)
-        container = inner
-
-
-def _put(above: list[tuple[Any, Any]], value: Any) -> None:
-    """Put `value` into the last of the containers `above`, each of which holds the next."""
-    for container, key in reversed(above):
-        if isinstance(container, tuple):
-            elements = [*container]
-            elements[key] = value
-            value = tuple_like(container, elements)
-            continue
-        if isinstance(container, list):
-            container.extend([None] * (int(key) + 1 - len(container)))
-        container[key] = value
-
-
-def _inner(container: Any, key: Any) -> Any:
-    if isinstance(container, Mapping):
-        return container.get(key)
-    return container[key] if key < len(container) else None
-
-
-def _existing_key(container: Mapping[Any, Any], key: str | int) -> Any:
-    """The key of `container` that reads like `key`, or is to; integers are stored as text."""
-    if key in container or not isinstance(key, str):
-        return key
-    number = _integer(key)
-    if number is not None and (isinstance(key, IntKey) or number in container):
-        return number
-    return key
-
-
-def get_element(root_dict: Mapping[str, Any], path: StatePath, default_value: Any = None) -> Any:
-    """The value at `path`, or `default_value` if there is none."""
-    value: Any = root_dict
-    for key in path:
-        if isinstance(key, int):
-            if not isinstance(value, list | tuple) or not -len(value) <= key < len(value):
-                return default_value
-        elif not isinstance(value, Mapping):
-            return default_value
-        else:
-            key = _existing_key(value, key)
-            if key not in value:
-                return default_value
-        value = value[key]
-    return value

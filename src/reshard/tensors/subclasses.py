@@ -9,7 +9,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["is_composite", "joined", "parts_of"]
+__all__ = ["is_composite", "join_parts", "split_parts"]
 
 
 def is_composite(value: Any) -> bool:
@@ -26,14 +26,16 @@ def is_composite(value: Any) -> bool:
     )
 
 
-def parts_of(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def split_parts(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """The tensors that a tensor consists of, by name, and what else it needs to be itself."""
     names, context = tensor.__tensor_flatten__()
     values = {name: getattr(tensor, name) for name in names}
     return {n: value for n, value in values.items() if isinstance(value, torch.Tensor)}, context
 
 
-def joined(like: Any, parts: Mapping[str, torch.Tensor], sizes: Sequence[int] | None = None) -> Any:
+def join_parts(
+    like: Any, parts: Mapping[str, torch.Tensor], sizes: Sequence[int] | None = None
+) -> Any:
     """A tensor like another, but of other parts, and of other sizes if they are given."""
     names, context = like.__tensor_flatten__()
     values = {name: getattr(like, name) for name in names} | dict(parts)

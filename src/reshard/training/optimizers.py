@@ -22,7 +22,7 @@ from reshard.api import CheckpointException
 from reshard.format.values import encode_value
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.composites import KIND, StoredShards, assemble, region_name, stored_shards
-from reshard.tensors.flatten import StatePath, flatten_state_dict, get_element, set_element
+from reshard.tensors.flatten import flatten_state_dict
 from reshard.tensors.modules import (
     fsdp1_optimizer_state,
     is_fsdp1,
@@ -31,6 +31,7 @@ from reshard.tensors.modules import (
     parameter_names,
 )
 from reshard.tensors.parameter_layout import device_of, empty_like_parameter, own_region, with_local
+from reshard.tensors.paths import StatePath, get_element, set_element
 from reshard.tensors.shards import is_sharded
 
 __all__ = ["OptimizerReport", "OptimizerStates"]
