@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from reshard.api import CheckpointException, MissingKeyError
 from reshard.metadata import STATE_DICT_TYPE
 from reshard.tensors.flatten import SplitDict
-from reshard.tensors.nesting import replace_values, tuple_like
+from reshard.tensors.nesting import Walk, put_elements
 
 __all__ = [
     "OnResize",
@@ -58,7 +58,8 @@ def _key(rank: int, world_size: int) -> str:
 def name_rank_values(state_dict: STATE_DICT_TYPE, rank: int, world_size: int) -> STATE_DICT_TYPE:
     """`state_dict` with each marked value under the name of this rank."""
     key = _key(rank, world_size)
-    return _replace_marks(state_dict, lambda path, mark: SplitDict({key: mark.value}))
+    named: STATE_DICT_TYPE = _Marks(lambda path, mark: SplitDict({key: mark.value})).run(state_dict)
+    return named
 
 
 def choose_rank_values(
@@ -86,7 +87,7 @@ def choose_rank_values(
             return SplitDict()
         raise _not_stored(prefix, world_size, names)
 
-    return _replace_marks(state_dict, choose), chosen
+    return _Marks(choose).run(state_dict), chosen
 
 
 def _not_stored(name: str, world_size: int, names: list[str]) -> CheckpointException:
@@ -133,48 +134,43 @@ def restore_rank_values(
         key = chosen[path]
         return mark.value if key is None else _at(loaded, path)[key]
 
-    def put(path: tuple[Any, ...], container: Any, changed: dict[Any, Any]) -> Any:
+    def put(path: list[Any], container: Any, changed: dict[Any, Any]) -> Any:
         # Values beside a mark were loaded into a copy of the container.
         filled = _at(loaded, path)
         keys = container if isinstance(container, Mapping) else range(len(container))
-        new = {key: changed[key] if key in changed else filled[key] for key in keys}
-        if isinstance(container, tuple):
-            return tuple_like(container, list(new.values()))
-        if not isinstance(container, MutableMapping | list):
-            return new
-        for key, value in new.items():
-            container[key] = value
-        return container
+        return put_elements(container, {key: filled[key] for key in keys} | changed)
 
-    _visit_marks(state_dict, restore, put)
+    _Marks(restore, put).run(state_dict)
 
 
-def _at(state_dict: Any, path: tuple[Any, ...]) -> Any:
+def _at(state_dict: Any, path: Iterable[Any]) -> Any:
     for key in path:
         state_dict = state_dict[key]
     return state_dict
 
 
-def _replace_marks(
-    state_dict: STATE_DICT_TYPE, change: Callable[[tuple[Any, ...], PerRank], Any]
-) -> STATE_DICT_TYPE:
-    """A copy of the containers around marks with others in their place."""
+class _Marks(Walk):
+    """Replaces values that are marked with `per_rank`, and the containers around them."""
 
-    def copy(path: tuple[Any, ...], container: Any, changed: dict[Any, Any]) -> Any:
-        if isinstance(container, Mapping):
-            return {key: changed.get(key, value) for key, value in container.items()}
-        elements = [changed.get(place, value) for place, value in enumerate(container)]
-        return elements if isinstance(container, list) else tuple_like(container, elements)
+    def __init__(
+        self,
+        change: Callable[[tuple[Any, ...], PerRank], Any],
+        combine: Callable[[list[Any], Any, dict[Any, Any]], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._change = change
+        self._combine = combine
 
-    return _visit_marks(state_dict, change, copy)
+    def enter(self, container: Any) -> Iterable[tuple[Any, Any]] | None:
+        return None if isinstance(container, PerRank) else super().enter(container)
 
+    def leaf(self, value: Any) -> Any:
+        return self._change(tuple(self.path), value) if isinstance(value, PerRank) else value
 
-def _visit_marks(
-    state_dict: STATE_DICT_TYPE, change: Callable[[tuple[Any, ...], PerRank], Any], combine: Any
-) -> STATE_DICT_TYPE:
-    replaced: STATE_DICT_TYPE = replace_values(
-        state_dict,
-        lambda path, value: change(path, value) if isinstance(value, PerRank) else value,
-        combine,
-    )
-    return replaced
+    def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
+        if changed and self._combine is not None:
+            return self._combine(self.path, container, changed)
+        return super().leave(container, changed)
+
+    def cycle(self, container: Any) -> Any:
+        return container

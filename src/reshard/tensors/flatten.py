@@ -9,13 +9,14 @@ Nothing here recurses: state dicts may be nested deeper than Python's stack allo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
 import torch
 
 from reshard.api import StateDictError
+from reshard.tensors.nesting import Walk, spell_path
 from reshard.tensors.paths import (
     MOST_LEVELS,
     IntKey,
@@ -23,9 +24,10 @@ from reshard.tensors.paths import (
     StatePath,
     existing_key,
     set_element,
-    spell_path,
 )
 from reshard.tensors.shards import HeldShards
+
+_STRINGS = frozenset({str})
 
 __all__ = [
     "Rules",
@@ -60,8 +62,8 @@ def flatten_state_dict(
     """The values of `state_dict` by flat name, and the path of each."""
     flat: dict[str, Any] = {}
     paths = PathMap()
-    empties: list[StatePath] = []
-    for path, value in _leaves(state_dict, rules, _is_tensor, empties):
+
+    def add(path: StatePath, value: Any) -> None:
         name = ".".join(map(str, path))
         if name in flat:
             raise StateDictError(
@@ -71,7 +73,10 @@ def flatten_state_dict(
             )
         flat[name] = value
         paths[name] = path
-    paths.empties = tuple(empties)
+
+    walk = _Flattening(add, _Search(rules, _is_tensor))
+    walk.run(state_dict)
+    paths.empties = tuple(walk.empties)
     return flat, paths
 
 
@@ -82,160 +87,160 @@ def traverse_state_dict(
 ) -> None:
     """Call `visitor(path, value)` for each value of a nested state dict.
 
-    `keep_traversing` says which elements make it worth entering a list; tensors if not
-    given.
+    `keep_traversing` says which elements make it worth entering a list: by default, tensors.
     """
-    for path, value in _leaves(state_dict, Rules.CURRENT, keep_traversing or _is_tensor, []):
-        visitor(path, value)
+    _Flattening(visitor, _Search(Rules.CURRENT, keep_traversing or _is_tensor)).run(state_dict)
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor | HeldShards)
 
 
-def _leaves(
-    state_dict: Mapping[str, Any],
-    rules: Rules,
-    worth_entering: Callable[[Any], bool],
-    empties: list[StatePath],
-) -> Iterator[tuple[StatePath, Any]]:
-    """The values of a state dict with their paths; those of empty dicts go to `empties`."""
-    search = _Search(rules, worth_entering)
-    path: list[str | int] = []
-    containers: list[Any] = [state_dict]
-    steps = [_steps(state_dict, path)]
-    inside = {id(state_dict)}
-    while steps:
-        step = next(steps[-1], None)
-        if step is None:
-            steps.pop()
-            inside.discard(id(containers.pop()))
+class _Flattening(Walk):
+    """Visits the values of a state dict. `empties` are the paths of empty dicts."""
+
+    skipped = frozenset()
+
+    def __init__(self, visitor: Callable[[StatePath, Any], None], search: _Search) -> None:
+        super().__init__()
+        self.empties: list[StatePath] = []
+        self._visitor = visitor
+        self._search = search
+
+    def enter(self, container: Any) -> Iterable[tuple[str | int, Any]] | None:
+        path = self.path
+        if path and not self._search.is_entered(container):
+            return None
+        if not len(container):
             if path:
-                path.pop()
-            continue
-        key, value = step
-        path.append(key)
-        if isinstance(value, Mapping | list | tuple) and search.enters(value):
-            if len(value):
-                if id(value) in inside:
-                    raise StateDictError(f"the container at {spell_path(path)} contains itself")
-                if len(path) >= MOST_LEVELS:
-                    raise StateDictError(
-                        f"the state dict is nested deeper than {MOST_LEVELS} levels at "
-                        f"{spell_path(path)}. Keep what is there in fewer containers"
-                    )
-                inside.add(id(value))
-                containers.append(value)
-                steps.append(_steps(value, path))
-                continue
-            empties.append(tuple(path))
-        else:
-            yield tuple(path), value
-        path.pop()
-
-
-def _steps(container: Any, path: list[str | int]) -> Iterator[tuple[str | int, Any]]:
-    """The elements of the container at `path`, with the key or position of each."""
-    if not isinstance(container, Mapping):
-        yield from enumerate(container)
-        return
-    for key, value in container.items():
-        if not path and not isinstance(key, str):
-            raise TypeError(
-                f"the state dict has the key {key!r} of type {type(key).__name__}; keys at the "
-                "top are strings. Rename it, for example to its str()"
-            )
-        if isinstance(key, bool) or not isinstance(key, str | int):
-            raise TypeError(
-                f"the dict at {spell_path(path)} has the key {key!r} of type "
-                f"{type(key).__name__}; only strings and integers can be stored and "
-                "restored. Rename it, for example to its str()"
-            )
-        if isinstance(key, int) and str(key) in container:
+                self.empties.append(tuple(path))
+            return ()
+        if len(path) >= MOST_LEVELS:
             raise StateDictError(
-                f"the dict at {spell_path(path)} has both the key {key!r} and the key "
-                f"{str(key)!r}, which would get the same name. Rename one of them"
+                f"the state dict is nested deeper than {MOST_LEVELS} levels at "
+                f"{spell_path(path)}. Keep what is there in fewer containers"
             )
-        yield IntKey(key) if isinstance(key, int) else key, value
+        if not isinstance(container, Mapping):
+            return enumerate(container)
+        if path and _STRINGS.issuperset(map(type, container)):
+            return container.items()
+        return [(_checked_key(key, container, path), each) for key, each in container.items()]
 
+    def leaf(self, value: Any) -> Any:
+        self._visitor(tuple(self.path), value)
+        return value
 
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+    def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
+        return container
 
-
-class _Search:
-    """Which containers are entered, rather than being values. Looks into each once."""
-
-    def __init__(self, rules: Rules, worth_entering: Callable[[Any], bool]) -> None:
-        self._rules = rules
-        self._worth_entering = worth_entering
-        # By identity, which only those that are kept alive have for themselves.
-        self._known: dict[tuple[int, bool], bool] = {}
-        self._kept: list[Any] = []
-
-    def enters(self, container: Any) -> bool:
-        if isinstance(container, Mapping):
-            if self._rules is not Rules.DCP_2_3:
-                return True
-        elif isinstance(container, tuple) and self._rules is not Rules.CURRENT:
-            return False
-        return self._finds(container, isinstance(container, tuple))
-
-    def _finds(self, container: Any, in_tuple: bool) -> bool:
-        """Whether there is something inside for which the container is entered.
-
-        Inside of tuples only tensors are, in lists also dicts.
-        """
-        root = id(container), in_tuple
-        if root in self._known:
-            return self._known[root]
-        open_keys = {root: self._elements(container)}
-        while open_keys:
-            key, elements = next(reversed(open_keys.items()))
-            in_tuple = key[1]
-            inner = self._next_inside(elements, in_tuple)
-            if inner is True:
-                self._known.update(dict.fromkeys(open_keys, True))
-                return True
-            if inner is None:
-                self._known[key] = False
-                del open_keys[key]
-                continue
-            below = id(inner), in_tuple or isinstance(inner, tuple)
-            if below in open_keys:
-                raise StateDictError(
-                    f"a {type(inner).__name__} of the state dict contains itself. Save what is in "
-                    "it, without the way back"
-                )
-            if below not in self._known:
-                open_keys[below] = self._elements(inner)
-            elif self._known[below]:
-                self._known.update(dict.fromkeys(open_keys, True))
-                return True
+    def is_final(self, changed: dict[Any, Any]) -> bool:
+        # The same values have other names elsewhere.
         return False
 
-    def _elements(self, container: Any) -> Iterator[Any]:
-        self._kept.append(container)
-        if isinstance(container, Mapping):
-            return iter(container.values())
-        if self._worth_entering is _is_tensor and _PLAIN.issuperset(map(type, container)):
-            return iter(())
-        return iter(container)
 
-    def _next_inside(self, elements: Iterator[Any], in_tuple: bool) -> Any:
-        """The next container to look into; True if an element decides, None at the end."""
-        for element in elements:
-            is_container = isinstance(element, Mapping | list | tuple)
-            if not (in_tuple and is_container) and self._worth_entering(element):
+def _checked_key(key: Any, container: Mapping[Any, Any], path: list[Any]) -> str:
+    if isinstance(key, str):
+        return key
+    if not path:
+        raise TypeError(
+            f"the state dict has the key {key!r} of type {type(key).__name__}; keys at the "
+            "top are strings. Rename it, for example to its str()"
+        )
+    if isinstance(key, bool) or not isinstance(key, int):
+        raise TypeError(
+            f"the dict at {spell_path(path)} has the key {key!r} of type "
+            f"{type(key).__name__}; only strings and integers can be stored and "
+            "restored. Rename it, for example to its str()"
+        )
+    if str(key) in container:
+        raise StateDictError(
+            f"the dict at {spell_path(path)} has both the key {key!r} and the key "
+            f"{str(key)!r}, which would get the same name. Rename one of them"
+        )
+    return IntKey(key)
+
+
+class _Found(Exception):  # noqa: N818 - control flow, never seen by a user
+    """A search is over."""
+
+
+class _Search(Walk):
+    """Decides which containers are entered, rather than being values. Looks into each once."""
+
+    def __init__(self, rules: Rules, worth_entering: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._rules = rules
+        self._worth_entering = worth_entering
+        if worth_entering is not _is_tensor:
+            self.skipped = frozenset()
+        # Results by identity and whether it is inside of a tuple, where only tensors count.
+        self._known: dict[tuple[int, bool], bool] = {}
+        # Those that are being searched, and all that were: identity is theirs while they live.
+        self._open: list[tuple[int, bool]] = []
+        self._kept: list[Any] = []
+
+    def is_entered(self, container: Any) -> bool:
+        if isinstance(container, (dict, Mapping)):
+            if self._rules is not Rules.DCP_2_3:
                 return True
-            if not is_container:
-                continue
-            if in_tuple:
-                return True if isinstance(element, SplitDict) else element
-            if isinstance(element, Mapping) and self._rules is not Rules.DCP_2_3:
-                return True
-            if not isinstance(element, tuple) or self._rules is Rules.CURRENT:
-                return element
-        return None
+        elif isinstance(container, tuple):
+            if self._rules is not Rules.CURRENT:
+                return False
+        elif not isinstance(container, list):
+            return False
+        if self.skipped.issuperset(map(type, container)) and not isinstance(container, Mapping):
+            return False
+        self._open = []
+        try:
+            self.run(container)
+        except _Found:
+            self._known.update(dict.fromkeys(self._open, True))
+            return True
+        return False
+
+    def enter(self, container: Any) -> Iterable[tuple[Any, Any]] | None:
+        is_tuple = isinstance(container, tuple)
+        if not isinstance(container, Mapping | list | tuple):
+            return None
+        in_tuple = bool(self._open) and self._open[-1][1]
+        if self._open and self._decides(container, in_tuple):
+            raise _Found
+        key = id(container), in_tuple or is_tuple
+        known = self._known.get(key)
+        if known:
+            raise _Found
+        self._open.append(key)
+        is_value = is_tuple and self._rules is not Rules.CURRENT
+        if known is not None or (is_value and not in_tuple):
+            return ()
+        self._kept.append(container)
+        return container.items() if isinstance(container, Mapping) else enumerate(container)
+
+    def _decides(self, element: Any, in_tuple: bool) -> bool:
+        """Whether the container of an element is entered for it, whatever is inside."""
+        if in_tuple:
+            return isinstance(element, SplitDict)
+        is_dict = isinstance(element, Mapping) and self._rules is not Rules.DCP_2_3
+        return is_dict or self._worth_entering(element)
+
+    def leaf(self, value: Any) -> Any:
+        if self._worth_entering(value):
+            raise _Found
+        return value
+
+    def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
+        self._known[self._open.pop()] = False
+        return container
+
+    def is_final(self, changed: dict[Any, Any]) -> bool:
+        # `_known` says more: where a container lies matters.
+        return False
+
+    def cycle(self, container: Any) -> Any:
+        raise StateDictError(
+            f"a {type(container).__name__} of the state dict contains itself. Save what is in it, "
+            "without the way back"
+        )
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -11,29 +10,26 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from reshard.api import UnsupportedLayoutError
-from reshard.tensors.nesting import replace_values, tuple_like
+from reshard.tensors.nesting import Walk, put_elements
 
 __all__ = ["default_device", "materialise"]
 
 
 def materialise(value: Any) -> Any:
-    """`value` with every meta tensor in it replaced; dicts and lists change in place."""
-    return replace_values(value, lambda path, leaf: _made_real(leaf), _put)
+    """`value` with memory for every meta tensor in it; dicts and lists change in place."""
+    return _Materialising().run(value)
 
 
-def _made_real(value: Any) -> Any:
-    return _with_memory(value) if isinstance(value, torch.Tensor) and _is_meta(value) else value
+class _Materialising(Walk):
+    def leaf(self, value: Any) -> Any:
+        is_meta = isinstance(value, torch.Tensor) and _is_meta(value)
+        return _with_memory(value) if is_meta else value
 
+    def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
+        return put_elements(container, changed) if changed else container
 
-def _put(path: tuple[Any, ...], container: Any, changed: dict[Any, Any]) -> Any:
-    if isinstance(container, tuple):
-        elements = [changed.get(place, each) for place, each in enumerate(container)]
-        return tuple_like(container, elements)
-    if not isinstance(container, MutableMapping | list):
-        return {**container, **changed}
-    for key, value in changed.items():
-        container[key] = value
-    return container
+    def cycle(self, container: Any) -> Any:
+        return container
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -1,17 +1,156 @@
-"""Going through nested containers and putting other values in their place.
+"""The walk through nested containers that everything here is built on.
 
-Without recursion, since state dicts may be nested deeper than Python's stack allows.
+It does not recurse: state dicts may be nested deeper than Python's stack allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["replace_values", "tuple_like"]
+from reshard.api import StateDictError
 
-Path = tuple[Any, ...]
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+__all__ = ["PLAIN", "Walk", "put_elements", "replace_elements", "spell_path", "tuple_like"]
+
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types without anything inside, which most walks skip."""
+_LEAF, _KEYED, _MARK = range(3)
+_MOST_SPELLED = 32
+_OPEN = object()
+
+
+class _Frame:
+    """A container on the stack of a walk, and the elements that were replaced so far."""
+
+    __slots__ = ("changed", "container", "elements", "is_keyed", "key")
+
+    def __init__(self, container: Any, elements: Iterable[tuple[Any, Any]], is_keyed: bool) -> None:
+        self.container = container
+        self.elements: Iterator[tuple[Any, Any]] = iter(elements)
+        self.is_keyed = is_keyed
+        self.key: Any = None
+        self.changed: dict[Any, Any] = {}
+
+
+class Walk:
+    """One pass over nested containers, depth first, which can replace what it finds.
+
+    Containers are mappings, lists and tuples, and marks: values whose type has a method
+    `__replace_value__`, around another value that has the same path. Subclasses override
+    what they need. `path` is where the walk is; it changes as the walk goes on.
+    """
+
+    skipped: frozenset[type] = PLAIN
+    """Types of values that `leaf` is not called for."""
+
+    def __init__(self) -> None:
+        self.path: list[Any] = []
+
+    def enter(self, container: Any) -> Iterable[tuple[Any, Any]] | None:
+        """Keys and elements to visit; None to make the container a leaf."""
+        if isinstance(container, (dict, Mapping)):
+            return container.items()
+        if isinstance(container, list | tuple):
+            return () if PLAIN.issuperset(map(type, container)) else enumerate(container)
+        return ((None, container.value),)
+
+    def leaf(self, value: Any) -> Any:
+        """What to put in the place of a value."""
+        return value
+
+    def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
+        """What to put in the place of a container, given the new elements by key."""
+        return replace_elements(container, changed) if changed else container
+
+    def is_final(self, changed: dict[Any, Any]) -> bool:
+        """Whether the result for a container holds wherever else it is met."""
+        return not changed
+
+    def cycle(self, container: Any) -> Any:
+        """What to put in the place of a container that is met inside of itself."""
+        raise StateDictError(f"the container at {spell_path(self.path)} contains itself")
+
+    def run(self, root: Any) -> Any:
+        """Walk through `root`; returns what is to take its place."""
+        path = self.path
+        path.clear()
+        leaf, skipped = self.leaf, self.skipped
+        kinds: dict[type, int] = {}
+        # Containers by identity, kept alive so that it stays theirs.
+        seen: dict[int, tuple[Any, Any]] = {}
+        frames = [_Frame(None, [(None, root)], False)]
+        while True:
+            frame = frames[-1]
+            is_keyed, changed = frame.is_keyed, frame.changed
+            for key, value in frame.elements:
+                kind = type(value)
+                if kind in skipped:
+                    continue
+                if is_keyed:
+                    path[-1] = key
+                form = kinds.get(kind)
+                if form is None:
+                    form = _form(value)
+                    # A proxy has the class of what it stands for.
+                    if value.__class__ is kind:
+                        kinds[kind] = form
+                if form == _LEAF:
+                    new = leaf(value)
+                elif (known := seen.get(id(value))) is not None:
+                    new = self.cycle(value) if known[1] is _OPEN else known[1]
+                elif (elements := self.enter(value)) is None:
+                    new = leaf(value)
+                else:
+                    seen[id(value)] = value, _OPEN
+                    frame.key = key
+                    frames.append(_Frame(value, elements, form == _KEYED))
+                    if form == _KEYED:
+                        path.append(None)
+                    break
+                if new is not value:
+                    changed[key] = new
+            else:
+                frames.pop()
+                if not frames:
+                    return changed.get(None, root)
+                if is_keyed:
+                    path.pop()
+                container, above = frame.container, frames[-1]
+                new = self.leave(container, changed)
+                if self.is_final(changed):
+                    seen[id(container)] = container, new
+                else:
+                    del seen[id(container)]
+                # Also if it was changed in place: what it lies in may have to know.
+                if changed or new is not container:
+                    above.changed[above.key] = new
+
+
+def _form(value: Any) -> int:
+    if isinstance(value, Mapping | list | tuple):
+        return _KEYED
+    return _MARK if hasattr(type(value), "__replace_value__") else _LEAF
+
+
+def replace_elements(container: Any, changed: Mapping[Any, Any]) -> Any:
+    """A copy of a container with other elements; mappings become dicts."""
+    if isinstance(container, Mapping):
+        return {**container, **changed}
+    if isinstance(container, list | tuple):
+        elements = [*container]
+        for place, value in changed.items():
+            elements[place] = value
+        return elements if isinstance(container, list) else tuple_like(container, elements)
+    return container.__replace_value__(changed[None])
+
+
+def put_elements(container: Any, changed: Mapping[Any, Any]) -> Any:
+    """Put other elements into a container; returns a copy if it cannot be changed."""
+    if not isinstance(container, MutableMapping | list):
+        return replace_elements(container, changed)
+    for key, value in changed.items():
+        container[key] = value
+    return container
 
 
 def tuple_like(original: tuple[Any, ...], elements: list[Any]) -> tuple[Any, ...]:
@@ -21,65 +160,8 @@ def tuple_like(original: tuple[Any, ...], elements: list[Any]) -> tuple[Any, ...
     return type(original)(elements)
 
 
-class _Frame:
-    """A container that is being gone through, and what its elements have become."""
-
-    def __init__(self, container: Any) -> None:
-        self.container = container
-        self.elements: Iterator[tuple[Any, Any]] = iter(())
-        if isinstance(container, Mapping):
-            self.elements = iter(container.items())
-        elif not _PLAIN.issuperset(map(type, container)):
-            self.elements = enumerate(container)
-        self.key: Any = None
-        self.changed: dict[Any, Any] = {}
-
-
-def replace_values(
-    root: Any,
-    change: Callable[[Path, Any], Any],
-    combine: Callable[[Path, Any, dict[Any, Any]], Any],
-) -> Any:
-    """`root` with `change(path, value)` for each value that is no dict, list or tuple.
-
-    A container of which an element changed becomes `combine(path, container, changed)`,
-    where `changed` has the new elements by key or position; they may be the same objects,
-    changed in place. Other containers are left alone.
-    A container that contains itself is not entered again.
-    """
-    if not isinstance(root, Mapping | list | tuple):
-        return change((), root)
-    path: list[Any] = []
-    frames = [_Frame(root)]
-    # Containers known to have nothing to change: entering them once is enough.
-    done: dict[int, Any] = {}
-    inside = {id(root)}
-    while True:
-        frame = frames[-1]
-        step = next(frame.elements, None)
-        if step is not None:
-            frame.key, value = step
-            path.append(frame.key)
-            if isinstance(value, Mapping | list | tuple):
-                if id(value) not in done and id(value) not in inside:
-                    inside.add(id(value))
-                    frames.append(_Frame(value))
-                    continue
-            elif type(value) not in _PLAIN:
-                new = change(tuple(path), value)
-                if new is not value:
-                    frame.changed[frame.key] = new
-            path.pop()
-            continue
-        new = container = frame.container
-        inside.discard(id(container))
-        frames.pop()
-        if frame.changed:
-            new = combine(tuple(path), container, frame.changed)
-            if frames:
-                frames[-1].changed[frames[-1].key] = new
-        else:
-            done[id(container)] = container
-        if not frames:
-            return new
-        path.pop()
+def spell_path(path: Iterable[Any]) -> str:
+    """A path as it is written in Python, shortened if it is long."""
+    keys = list(path)
+    text = "".join(f"[{key!r}]" for key in keys[:_MOST_SPELLED])
+    return text if len(keys) <= _MOST_SPELLED else f"{text}..."

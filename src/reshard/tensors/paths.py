@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from reshard.api import CorruptCheckpointError, StateDictError
-from reshard.tensors.nesting import tuple_like
+from reshard.tensors.nesting import spell_path, tuple_like
 
 __all__ = [
     "MOST_LEVELS",
@@ -22,7 +22,6 @@ __all__ = [
     "keys_above",
     "paths_in",
     "set_element",
-    "spell_path",
 ]
 
 StatePath: TypeAlias = tuple[str | int, ...]
@@ -261,13 +260,3 @@ def get_element(root_dict: Mapping[str, Any], path: StatePath, default_value: An
                 return default_value
         value = value[key]
     return value
-
-
-def spell_path(path: Iterable[Any]) -> str:
-    """A path as one would write it, or the beginning of a long one."""
-    keys = list(path)
-    text = "".join(f"[{key!r}]" for key in keys[:_MOST_SPELLED])
-    return text if len(keys) <= _MOST_SPELLED else f"{text}..."
-
-
-_MOST_SPELLED = 32
