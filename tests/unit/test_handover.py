@@ -6,7 +6,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -147,6 +147,35 @@ def test_an_empty_tensor_does_not_bring_the_others_along(sender: Sender) -> None
 def test_an_empty_tensor_arrives_whatever_its_type(sender: Sender) -> None:
     received = sender.send({"empty": torch.ones(0, 3).to(torch.float8_e4m3fn)})["empty"]
     assert (received.shape, received.dtype) == ((0, 3), torch.float8_e4m3fn)
+
+
+class Pair(NamedTuple):
+    inner: Any
+    other: Any
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: {"a": inner},
+        lambda inner: [inner],
+        lambda inner: (inner, 1),
+        lambda inner: Pair(inner, 1),
+    ],
+)
+def test_a_state_nested_deeper_than_pickle_can_go_arrives(sender: Sender, wrap: Any) -> None:
+    depth = 2 * sys.getrecursionlimit()
+    state: Any = torch.arange(3.0)
+    for _ in range(depth):
+        state = wrap(state)
+    received = sender.send({"deep": state, "w": torch.ones(2)})
+    inner = received["deep"]
+    for _ in range(depth):
+        assert type(inner) is type(wrap(1))
+        inner = inner["a"] if isinstance(inner, dict) else inner[0]
+    assert inner.tolist() == [0, 1, 2]
+    assert sender.holds(inner)
+    assert received["w"].tolist() == [1, 1]
 
 
 def test_tensors_arrive_whatever_the_default_device_is(sender: Sender) -> None:

@@ -1,4 +1,4 @@
-"""reshard.snapshots.snapshot: copies of state dicts, down to who shares memory with whom."""
+"""reshard.snapshots: copies of state dicts, down to who shares memory with whom."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from reshard.api import UnsupportedLayoutError
 from reshard.rank_values import PerRank, per_rank
-from reshard.snapshots.snapshot import Layout, survey
+from reshard.snapshots.layout import Layout
+from reshard.snapshots.rebuild import rebuild
+from reshard.snapshots.survey import survey
 from support.fake_ranks import as_rank, distributed, mesh_of
 from support.mappings import View
 from support.subclasses import Opaque, Scaled, Tagged
@@ -37,7 +39,7 @@ def snapshot(state_dict: dict[str, Any]) -> dict[str, Any]:
     layout = Layout(plan)
     layout.place(torch.full((layout.nbytes,), 255, dtype=torch.uint8), plan)
     layout.copy(plan)
-    return layout.rebuild(state_dict)
+    return rebuild(state_dict, plan, layout.copies)
 
 
 def snapshot_of(value: Any) -> Any:

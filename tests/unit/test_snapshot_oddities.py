@@ -1,4 +1,4 @@
-"""reshard.snapshots.snapshot: values that are built in unusual ways, and memory of other kinds."""
+"""reshard.snapshots: values that are built in unusual ways, and memory of other kinds."""
 
 from __future__ import annotations
 

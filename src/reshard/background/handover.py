@@ -1,7 +1,7 @@
-"""A staged state dict on its way to the worker: its tensors stay where they are.
+"""Passing a staged state dict to the worker process without copying its tensors.
 
-What travels is a pickle in which each tensor is a place in the staging memory. Sharded
-tensors travel as the shards that this rank holds, since a worker has no mesh.
+It is pickled with each tensor as a reference to the staging memory. Sharded tensors are
+passed as the shards that this rank holds, since a worker has no mesh.
 """
 
 from __future__ import annotations
@@ -9,29 +9,67 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from reshard.tensors.allocation import elements_spanned
+from reshard.tensors.nesting import Walk
 from reshard.tensors.shards import HeldShards, held_shards, is_dense, is_sharded
+from reshard.tensors.storages import elements_spanned, lazy_view, own_storage
 
 __all__ = ["pack", "unpack"]
 
+_LEVELS_PER_PIECE = 100
+
 
 def pack(value: Any, memory: torch.Tensor) -> bytes:
-    """`value` for another process that has `memory` too."""
+    """`value` as bytes, for another process that has `memory` too."""
+    try:
+        return _pickle([value], memory)
+    except RecursionError:
+        deep = _DeepSplit()
+        rest = deep.run(value)
+        return _pickle([*deep.pieces, rest], memory)
+
+
+def _pickle(pieces: list[Any], memory: torch.Tensor) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, memory).dump(value)
+    pickler = _Pickler(buffer, memory)
+    pickler.dump(len(pieces))
+    for piece in pieces:
+        pickler.dump(piece)
     return buffer.getvalue()
 
 
 def unpack(data: bytes, memory: torch.Tensor, load_main: Callable[[], None]) -> Any:
-    """What `pack` packed. Only for what the trainer of this very job sent.
+    """What `pack` packed. Only for data that the trainer of this job sent.
 
     `load_main` is called when a class of the trainer's own script is needed.
     """
-    return _Unpickler(io.BytesIO(data), memory, load_main).load()
+    return _Unpickler(io.BytesIO(data), memory, load_main).load_all()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Stands for a container that is pickled before the one that it lies in."""
+
+    number: int
+
+
+class _DeepSplit(Walk):
+    """Replaces containers at every 100th level: pickle recurses, and would run out of stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[Any] = []
+
+    def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
+        piece = super().leave(container, changed)
+        if not self.path or len(self.path) % _LEVELS_PER_PIECE:
+            return piece
+        self.pieces.append(piece)
+        return _Piece(len(self.pieces) - 1)
 
 
 class _Pickler(pickle.Pickler):
@@ -41,9 +79,11 @@ class _Pickler(pickle.Pickler):
         self._end = memory.data_ptr() + memory.nbytes
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is _Piece:
+            return obj.number
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_meta:
             return None
-        # An empty tensor lies nowhere.
+        # An empty tensor has no address.
         address = obj.data_ptr() if obj.numel() else self._begin
         if not self._begin <= address < self._end or obj.is_quantized:
             return None
@@ -58,38 +98,37 @@ class _Pickler(pickle.Pickler):
         )
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor) and is_sharded(obj):
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        kind, requires_grad = type(obj), obj.requires_grad
+        if is_sharded(obj):
             held = held_shards(obj)
             return HeldShards, (held.dtype, held.shape, held.requires_grad, held.shards)
-        if isinstance(obj, torch.Tensor) and hasattr(type(obj), "__tensor_flatten__"):
+        if hasattr(kind, "__tensor_flatten__"):
             names, context = obj.__tensor_flatten__()  # type: ignore[attr-defined]
             parts = {name: getattr(obj, name) for name in names}
-            return _join, (
-                type(obj),
-                parts,
-                context,
-                tuple(obj.shape),
-                obj.stride(),
-                obj.requires_grad,
-            )
-        if isinstance(obj, torch.Tensor) and type(obj) not in _KNOWN and is_dense(obj):
+            shape, stride = tuple(obj.shape), obj.stride()
+            return _join_parts, (kind, parts, context, shape, stride, requires_grad)
+        if kind not in _KNOWN and is_dense(obj):
             plain = obj.detach().as_subclass(torch.Tensor)
-            return _dress, (type(obj), plain, vars(obj), obj.requires_grad)
+            return _restore_subclass, (kind, plain, vars(obj), requires_grad)
         return NotImplemented
 
 
 _KNOWN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _join(kind: Any, parts: Any, context: Any, shape: Any, stride: Any, grad: bool) -> Any:
+def _join_parts(kind: Any, parts: Any, context: Any, shape: Any, stride: Any, grad: bool) -> Any:
     joined = kind.__tensor_unflatten__(parts, context, torch.Size(shape), stride)
     return joined.requires_grad_() if grad and not joined.requires_grad else joined
 
 
-def _dress(kind: Any, tensor: torch.Tensor, attributes: dict[str, Any], grad: bool) -> Any:
-    dressed = tensor.as_subclass(kind)
-    dressed.__dict__.update(attributes)
-    return dressed.requires_grad_() if grad else dressed
+def _restore_subclass(
+    kind: Any, plain: torch.Tensor, attributes: dict[str, Any], grad: bool
+) -> Any:
+    restored = plain.as_subclass(kind)
+    restored.__dict__.update(attributes)
+    return restored.requires_grad_() if grad else restored
 
 
 class _Unpickler(pickle.Unpickler):
@@ -99,13 +138,21 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._load_main = load_main
         self._memory = memory
+        self._pieces: list[Any] = []
+
+    def load_all(self) -> Any:
+        for _ in range(self.load()):
+            self._pieces.append(self.load())
+        return self._pieces[-1]
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name in ("__main__", "__mp_main__"):
             self._load_main()
         return super().find_class(module_name, global_name)
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: Any) -> Any:
+        if type(pid) is int:
+            return self._pieces[pid]
         begin, dtype, shape, stride, requires_grad, is_conj, is_neg = pid
         # A script that was imported may have chosen another default device.
         if 0 in shape:
@@ -113,8 +160,7 @@ class _Unpickler(pickle.Unpickler):
         else:
             nbytes = elements_spanned(shape, stride) * dtype.itemsize
             memory = self._memory[begin : begin + nbytes]
-            # A storage of its own, as subclasses may insist on.
-            tensor = torch.from_numpy(memory.numpy()).view(dtype).as_strided(shape, stride)
-        tensor = tensor.conj() if is_conj else tensor
-        tensor = torch._neg_view(tensor) if is_neg else tensor
+            # Some subclasses require that their parts begin a storage.
+            tensor = own_storage(memory).view(dtype).as_strided(shape, stride)
+        tensor = lazy_view(tensor, is_conj, is_neg)
         return tensor.requires_grad_() if requires_grad else tensor

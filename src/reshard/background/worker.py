@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
-from typing import Any
+from typing import Any, NamedTuple
 
 from reshard.api import WorkerLostError
 from reshard.background.queue import save_queue
@@ -55,8 +55,7 @@ IN_THE_TRAINERS_HANDS = (
 trainer to say."""
 
 
-@dataclass(frozen=True)
-class PackedSave:
+class PackedSave(NamedTuple):
     """What a worker is to save, with what. Its tensors lie in the staging memory."""
 
     state_dict: STATE_DICT_TYPE

@@ -25,6 +25,7 @@ from reshard.coordination.store_channel import (
     StoreChannel,
     leave_card,
 )
+from reshard.tensors.groups import default_group, default_store
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
@@ -165,7 +166,7 @@ def open_channel(
     """
     if not use_dist:
         return SoloChannel()
-    group = process_group or dist.distributed_c10d._get_default_group()
+    group = process_group or default_group()
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError(
@@ -176,7 +177,7 @@ def open_channel(
         return SoloChannel()
     # Before any background save: what waits for those at the end of the process comes first.
     last_answers()
-    origin = dist.distributed_c10d._get_default_store()
+    origin = default_store()
     # Numbered per group, since operations on different groups have no common order; and by
     # the store, so that the count goes on where the group is made again over the same one.
     name = f"reshard/{group.group_name}"

@@ -25,7 +25,7 @@ from reshard.engine.memory import BounceBuffer, byte_view, is_direct
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Hasher, checksum
 from reshard.stores.protocol import CutShortError, Reader
-from reshard.tensors.allocation import elements_spanned
+from reshard.tensors.storages import elements_spanned
 
 __all__ = ["Request", "Verify", "read_bytes", "read_regions"]
 

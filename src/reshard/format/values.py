@@ -37,7 +37,7 @@ from reshard.api import (
     UnsupportedLayoutError,
 )
 from reshard.planning.columns import MOST_DIMS
-from reshard.tensors.allocation import is_allocated
+from reshard.tensors.storages import is_allocated
 
 __all__ = ["MAGIC", "OpaqueValue", "decode_value", "encode_value", "is_pickled"]
 

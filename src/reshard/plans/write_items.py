@@ -26,6 +26,7 @@ from reshard.planning.columns import (
 )
 from reshard.planning.packing import pack_placement, pack_schema, unpack_placement, unpack_schema
 from reshard.plans.lazy_list import LazyList
+from reshard.tensors.storages import MKLDNN
 
 __all__ = [
     "PINNED",
@@ -56,7 +57,7 @@ _LAYOUTS = (
     torch.sparse_csc,
     torch.sparse_bsr,
     torch.sparse_bsc,
-    torch._mkldnn,  # type: ignore[attr-defined]
+    MKLDNN,
     torch.jagged,
 )
 _LAYOUT_SHIFT = 5

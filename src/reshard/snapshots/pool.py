@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from reshard.engine.process_wide import ProcessWide
+from reshard.snapshots.layout import Layout
+from reshard.snapshots.rebuild import rebuild
 from reshard.snapshots.segments import Segment
-from reshard.snapshots.snapshot import Layout, Survey, addresses_in, survey
+from reshard.snapshots.survey import Survey, addresses_in, survey
 
 __all__ = ["Buffer", "LastLease", "Lease", "Staged", "StagingPool", "staging_pool"]
 
@@ -162,7 +164,7 @@ class StagingPool:
                 layout.copy(plan, non_blocking)
                 if non_blocking:
                     _wait_for_devices(plan)
-                staged = Staged(layout.rebuild(state_dict))
+                staged = Staged(rebuild(state_dict, plan, layout.copies))
         except BaseException:
             self.release(buffer)
             raise

@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 from reshard.api import CheckpointException, CoverageError, ShapeMismatchError, StateDictError
 from reshard.format.values import OpaqueValue, encode_value, is_pickled
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from reshard.tensors.nesting import Walk
 from reshard.tensors.paths import PathMap, StatePath, set_element
 from reshard.tensors.shards import Box, LocalShard, composite_shards
 from reshard.tensors.subclasses import join_parts, split_parts
@@ -90,32 +91,26 @@ def expand_for_save(flat: dict[str, Any], paths: Mapping[str, StatePath]) -> tup
     return expanded, new_paths
 
 
-def split_composites(value: Any, path: StatePath = ()) -> Any:
+def split_composites(state_dict: Mapping[str, Any]) -> Any:
     """A nested state dict with dicts of parts in place of composite tensors.
 
-    For a process that knows no mesh, and so not which shard of a tensor this rank has. It
-    gives the same names.
+    It flattens to the names that `expand_for_save` gives, also in a process that has no mesh
+    and so cannot tell which shards of a tensor this rank has.
     """
-    if isinstance(value, torch.Tensor):
-        shards = composite_shards(".".join(map(str, path)), value)
+    return _CompositeSplit().run(state_dict)
+
+
+class _CompositeSplit(Walk):
+    def leaf(self, value: Any) -> Any:
+        if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):
+            return value
+        shards = composite_shards(".".join(map(str, self.path)), value)
         if not shards:
             return value
         parts: dict[str, Any] = {}
-        for its_path, leaf in _taken_apart((), value, shards):
-            set_element(parts, its_path, leaf)
+        for path, part in _taken_apart((), value, shards):
+            set_element(parts, path, part)
         return parts
-    if isinstance(value, dict):
-        inner = {key: split_composites(each, (*path, key)) for key, each in value.items()}
-        return inner if any(inner[key] is not value[key] for key in value) else value
-    if isinstance(value, list | tuple):
-        elements = [split_composites(each, (*path, i)) for i, each in enumerate(value)]
-        same = all(a is b for a, b in zip(elements, value, strict=True))
-        if same or hasattr(value, "_fields"):
-            return value if same else type(value)(*elements)
-        return type(value)(elements)
-    if hasattr(type(value), "__replace_value__"):
-        return value.__replace_value__(split_composites(value.value, path))
-    return value
 
 
 def _composites(flat: Mapping[str, Any]) -> dict[str, list[LocalShard]]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from reshard.api import UnsupportedLayoutError
+from reshard.tensors.groups import default_device
 from reshard.tensors.nesting import Walk, put_elements
 
-__all__ = ["default_device", "materialise"]
+__all__ = ["materialise"]
 
 
 def materialise(value: Any) -> Any:
@@ -57,13 +57,3 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
             stride=tensor.stride(),
         )
     return torch.empty_like(tensor, device=device)
-
-
-def default_device() -> torch.device:
-    """Where this rank computes: the device of the default group, or the CPU without one."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return torch.device("cpu")
-    kind = dist.distributed_c10d._get_pg_default_device().type
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -19,7 +19,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata  # type: ignore
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from reshard.tensors.materialise import default_device
+from reshard.tensors.groups import default_device
 from reshard.tensors.shards import Box, local_shards
 
 __all__ = [

@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from reshard.api import PlanError, UnsupportedLayoutError
 from reshard.metadata import STATE_DICT_TYPE, MetadataIndex
-from reshard.tensors.allocation import is_allocated
 from reshard.tensors.dcp_types import to_chunk
 from reshard.tensors.regions import Cut, Region, local_regions
+from reshard.tensors.storages import is_allocated
 from reshard.tensors.subclasses import is_composite
 
 __all__ = [

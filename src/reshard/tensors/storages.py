@@ -1,19 +1,62 @@
-"""Whether the memory that a tensor refers to is there."""
+"""The memory behind tensors: how much of it there is, who uses it, and views of it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["elements_spanned", "is_allocated"]
+__all__ = [
+    "MKLDNN",
+    "bytes_spanned",
+    "copy_all",
+    "elements_spanned",
+    "is_allocated",
+    "lazy_view",
+    "own_storage",
+    "storage_uses",
+]
+
+MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 
 
 def elements_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements lie between the first and the last in memory, those included."""
+    """How many elements lie between the first and the last in memory, inclusive."""
     if 0 in shape:
         return 0
     return sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+
+
+def bytes_spanned(tensor: torch.Tensor) -> int:
+    """How many bytes lie between the first and the last element, inclusive."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    return elements_spanned(tensor.shape, tensor.stride()) * tensor.itemsize
+
+
+def copy_all(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False
+) -> None:
+    """Copy many tensors in one call, which loops outside the GIL."""
+    torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def own_storage(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory as the whole of a storage."""
+    return torch.from_numpy(memory.numpy())
+
+
+def lazy_view(tensor: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    """The same memory, read as conjugated or negated."""
+    tensor = tensor.conj() if is_conj else tensor
+    return torch._neg_view(tensor) if is_neg else tensor
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors, arrays and other objects use the storage of this tensor."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def is_allocated(tensor: torch.Tensor) -> bool:

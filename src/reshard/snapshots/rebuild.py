@@ -1,0 +1,123 @@
+"""State dicts with copies in place of their tensors, which training can no longer change.
+
+Values that are not tensors are copied as `copy.deepcopy` copies them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from reshard.api import UnsupportedLayoutError
+from reshard.snapshots.survey import Survey
+from reshard.tensors.nesting import PLAIN, Walk
+from reshard.tensors.parts import TensorParts
+
+__all__ = ["rebuild"]
+
+
+def rebuild(
+    state_dict: Mapping[str, Any], plan: Survey, copies: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """The surveyed `state_dict` with `copies` in place of its plain tensors."""
+    rebuilt: dict[str, Any] = _Rebuilding(plan, copies).run(state_dict)
+    return rebuilt
+
+
+class _Rebuilding(Walk):
+    skipped = PLAIN | {torch.dtype, torch.device}
+
+    def __init__(self, plan: Survey, copies: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._parts: Iterator[TensorParts | None] = iter(plan.parts)
+        self._copies: Iterator[torch.Tensor] = iter(copies)
+
+    def leaf(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        return _deep(value, self.path)
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        parts = next(self._parts)
+        if parts is None:
+            return _like_original(next(self._copies), value, self.path)
+        return parts.join([self._tensor(part) for part in parts.tensors])
+
+    def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
+        kind = type(container)
+        if kind is dict:
+            return {**container, **changed}
+        if isinstance(container, Mapping):
+            return _refilled(container, {**container, **changed})
+        if isinstance(container, list | tuple):
+            elements = [*container]
+            for place, value in changed.items():
+                elements[place] = value
+            return elements if kind is list else _sequence_like(container, elements)
+        return container.__replace_value__(changed.get(None, container.value))
+
+    def is_final(self, changed: dict[Any, Any]) -> bool:
+        # A container in two places is one copy in two places, as in the survey.
+        return True
+
+
+def _deep(value: Any, path: Sequence[Any]) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        name = ".".join(map(str, path))
+        raise UnsupportedLayoutError(
+            f"{name!r} is a {type(value).__name__} that cannot be copied ({error}), so it "
+            "could change while it is saved. Save it with save(), or save what it consists of"
+        ) from error
+
+
+def _like_original(copied: torch.Tensor, tensor: torch.Tensor, path: Sequence[Any]) -> torch.Tensor:
+    """The copy of a plain tensor, as the same kind of tensor."""
+    # Detached, so that what is asked of one save's tensor does not stay for the next.
+    twin = copied.detach()
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        twin = twin.as_subclass(kind)
+        twin.__dict__.update(_deep(vars(tensor), path))
+    elif tensor.__dict__:
+        # Marks that a planner may look at. They are not saved, so they need not be copied.
+        twin.__dict__.update(tensor.__dict__)
+    return twin.requires_grad_() if tensor.requires_grad else twin
+
+
+def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
+    """A dict of the type of `original`, if such can be made, with other values."""
+    if not isinstance(original, dict):
+        # A copy may be a view of the same dict; to write into it would change the original.
+        return inner
+    try:
+        twin: Any = copy.copy(original)
+        if twin is original:
+            return inner
+        for key, value in inner.items():
+            twin[key] = value
+    except Exception:  # noqa: BLE001 - whatever the type objects to, a dict has the same content
+        return inner
+    return twin
+
+
+def _sequence_like(original: Any, elements: list[Any]) -> Any:
+    """A list or tuple of the type of `original`, if such can be made, with other elements."""
+    try:
+        if isinstance(original, list):
+            twin = copy.copy(original)
+            if twin is original:
+                return elements
+            twin[:] = elements
+            return twin
+        try:
+            return tuple.__new__(type(original), elements)
+        except TypeError:
+            # A type of C code, such as torch.Size, insists on its own constructor.
+            return type(original)(elements)
+    except Exception:  # noqa: BLE001 - as above
+        return elements if isinstance(original, list) else tuple(elements)
