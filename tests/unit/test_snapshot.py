@@ -20,7 +20,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from reshard.api import UnsupportedLayoutError
+from reshard.api import StateDictError, UnsupportedLayoutError
 from reshard.rank_values import PerRank, per_rank
 from reshard.snapshots.layout import Layout
 from reshard.snapshots.rebuild import rebuild
@@ -210,6 +210,28 @@ def test_containers_keep_their_types() -> None:
     assert type(twin["size"]) is torch.Size
     assert (type(twin["best"]), twin["best"].values.item()) == (torch.return_types.max, 2)
     assert all(twin[key] is not value[key] for key in value)
+
+
+def test_a_container_in_several_places_is_copied_once() -> None:
+    shared: Any = [torch.arange(3.0), [1]]
+    for _ in range(60):
+        shared = [shared, shared]
+    state = {"deep": shared}
+    plan = survey(state)
+    assert len(plan.tensors) == 1
+    copied = snapshot(state)["deep"]
+    for _ in range(60):
+        assert copied[0] is copied[1]
+        copied = copied[0]
+    assert copied[0].tolist() == [0, 1, 2]
+    assert copied[0] is not plan.tensors[0]
+
+
+def test_a_container_that_contains_itself_is_refused_by_its_path() -> None:
+    loop: dict[str, Any] = {"w": torch.ones(1)}
+    loop["again"] = loop
+    with pytest.raises(StateDictError, match=r"at \['a'\]\['again'\] contains itself"):
+        survey({"a": loop})
 
 
 def test_a_mapping_that_cannot_be_refilled_becomes_a_dict() -> None:
