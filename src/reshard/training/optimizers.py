@@ -1,9 +1,9 @@
-"""Optimizer state by the names of parameters: any optimizer, any layout, never a step.
+"""Optimizer state by parameter name, for any optimizer and layout. No step is ever taken.
 
-State is kept as `state / parameter / name`, and parameter groups as `groups / key`, where
-the key is made from the names of the parameters in the group: stages of a pipeline, which
-have parameters of their own, add their groups to the same checkpoint. State of an optimizer
-as a whole is kept as `common / key / name`, with a key made from all of its parameters.
+State is stored as `state / parameter / name`, and parameter groups as `groups / key`, with a
+key derived from the names of the parameters in the group, so that the stages of a pipeline add
+their groups to the same checkpoint. State of an optimizer as a whole is stored as
+`common / key / name`, with a key derived from the names of all its parameters.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ __all__ = ["OptimizerReport", "OptimizerStates"]
 
 _Entry: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
-"""State that torch's optimizers keep as a plain number, also for a parameter that is one."""
+"""State that torch's optimizers keep as a number, even if the parameter itself is a scalar."""
 
 
 @dataclass
 class OptimizerReport:
-    """What became of optimizer state in a load.
+    """What a load did with optimizer state.
 
-    `missing` is state that the optimizer has and the checkpoint has not; `stateless` are
-    parameters of which the checkpoint has no state at all, though it has that of others.
+    `missing` is state that the optimizer has but the checkpoint does not. `stateless` are
+    parameters without any state in a checkpoint that has state of others.
     """
 
     restored: list[str] = field(default_factory=list)
@@ -58,9 +58,9 @@ class OptimizerReport:
 
 @dataclass
 class _Part:
-    """One optimizer, with the parameters that it has of the models.
+    """One optimizer, and the parameters of the models that it has.
 
-    Of one that shares its work with other ranks, `optimizer` is what works here.
+    For a ZeroRedundancyOptimizer, `whole` is that, and `optimizer` the local one inside.
     """
 
     optimizer: torch.optim.Optimizer
@@ -74,12 +74,12 @@ class _Part:
 
     @property
     def key(self) -> str:
-        """The same for optimizers that have parameters of the same names."""
+        """A key derived from parameter names."""
         return _names_key(self.names[p] for p in _parameters(self.optimizer) if p in self.names)
 
     @property
     def common(self) -> dict[str, Any]:
-        """What the optimizer keeps for itself, rather than for a parameter."""
+        """State of the optimizer itself, rather than of a parameter."""
         state: Mapping[Any, Any] = self.optimizer.state
         own = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         for key in own:
@@ -92,8 +92,8 @@ class _Part:
 
 
 @dataclass
-class _Home:
-    """A parameter, and the state that it has already."""
+class _StateOwner:
+    """A parameter and its present state."""
 
     parameter: Any
     values: dict[str, Any]
@@ -120,7 +120,7 @@ class OptimizerStates:
         self.report = OptimizerReport()
 
     def _check_apart(self) -> None:
-        """A parameter that two optimizers have would have two states of one name."""
+        """Refuse two optimizers with a common parameter: their states would get one name."""
         seen: set[int] = set()
         for part in self._parts:
             own = [p for group in part.whole.param_groups for p in group["params"]]
@@ -176,13 +176,13 @@ class OptimizerStates:
     # Loading
 
     def template(self, metadata: Metadata, prefix: StatePath) -> dict[str, Any]:
-        """What to load of a checkpoint, and where to: its own metadata says what there is.
+        """The state dict to load into, for the state that the metadata lists.
 
         State that the optimizers have already is filled in place.
         """
         self.report = OptimizerReport()
         template: dict[str, Any] = {"state": {}, "groups": {}}
-        homes = self._all_homes(metadata, prefix)
+        owners = self._all_owners(metadata, prefix)
         common = {part.key: part.common for part in self._parts}
         entries = list(_entries_below(metadata, prefix))
         self._new_names = _new_names(metadata, prefix, entries)
@@ -196,21 +196,21 @@ class OptimizerStates:
             elif path[0] == "common" and path[1] in common:
                 existing = get_element(common[str(path[1])], path[2:])
                 set_element(template, path, _fitting(existing, entry, _placeholder))
-            elif self._is_wanted(path, homes):
-                target = _target(entry, homes[str(path[1])], path[2:])
+            elif self._is_wanted(path, owners):
+                target = _target(entry, owners[str(path[1])], path[2:])
                 set_element(template, path, target)
         for path, shards in composites.items():
-            if self._is_wanted(path, homes):
-                target = _composite_target(shards, homes[str(path[1])], path)
+            if self._is_wanted(path, owners):
+                target = _composite_target(shards, owners[str(path[1])], path)
                 set_element(template, path, target)
                 if isinstance(target, dict):
                     self._in_parts.add(".".join(map(str, path[1:])))
-        self._report_missing(template, homes, common)
+        self._report_missing(template, owners, common)
         return template
 
-    def _is_wanted(self, path: StatePath, homes: Mapping[str, _Home]) -> bool:
-        """Whether something stored is the state of a parameter here; it is noted either way."""
-        wanted = path[0] == "state" and str(path[1]) in homes
+    def _is_wanted(self, path: StatePath, owners: Mapping[str, _StateOwner]) -> bool:
+        """Whether a stored value is the state of a parameter here; reports it either way."""
+        wanted = path[0] == "state" and str(path[1]) in owners
         noted = self.report.restored if wanted else self.report.unexpected
         noted.append(".".join(map(str, path[1:])))
         return wanted
@@ -218,14 +218,14 @@ class OptimizerStates:
     def _report_missing(
         self,
         template: Mapping[str, Any],
-        homes: Mapping[str, _Home],
+        owners: Mapping[str, _StateOwner],
         common: Mapping[str, Mapping[str, Any]],
     ) -> None:
         found: Mapping[str, Any] = template["state"]
         missing = [
             f"{name}.{key}"
-            for name, home in homes.items()
-            for key in home.values
+            for name, owner in owners.items()
+            for key in owner.values
             if str(key) not in found.get(name, {})
         ]
         shared: Mapping[str, Any] = template.get("common", {})
@@ -234,38 +234,38 @@ class OptimizerStates:
         if found:
             self.report.stateless = sorted(
                 name
-                for name, home in homes.items()
-                if name not in found and getattr(home.parameter, "requires_grad", True)
+                for name, owner in owners.items()
+                if name not in found and getattr(owner.parameter, "requires_grad", True)
             )
 
-    def _all_homes(self, metadata: Metadata, prefix: StatePath) -> dict[str, _Home]:
-        homes = {name: home for part in self._parts for name, home in self._homes(part)}
-        for name, home in homes.items():
+    def _all_owners(self, metadata: Metadata, prefix: StatePath) -> dict[str, _StateOwner]:
+        owners = {name: owner for part in self._parts for name, owner in self._owners(part)}
+        for name, owner in owners.items():
             saved = metadata.state_dict_metadata.get(f"{prefix[0]}.model.{name}")
             if isinstance(saved, TensorStorageMetadata):
-                home.saved_dtype = saved.properties.dtype
-        return homes
+                owner.saved_dtype = saved.properties.dtype
+        return owners
 
-    def _homes(self, part: _Part) -> Iterator[tuple[str, _Home]]:
-        """Each parameter by name, and the state that it has already."""
+    def _owners(self, part: _Part) -> Iterator[tuple[str, _StateOwner]]:
+        """The parameters by name, with their present state."""
         if part.fsdp1 is not None:
             state = fsdp1_optimizer_state(part.fsdp1, part.optimizer)["state"]
             for name, parameter in model_state(part.fsdp1).items():
-                yield name, _Home(parameter, dict(state.get(name, {})), False)
+                yield name, _StateOwner(parameter, dict(state.get(name, {})), False)
             return
         for group in part.optimizer.param_groups:
-            # As torch does it: counted on the CPU, unless kernels of the device count.
+            # Like torch: steps are counted on the CPU, unless kernels of the device count them.
             on_device = bool(group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 values = dict(part.optimizer.state.get(parameter, {}))
-                yield part.names[parameter], _Home(parameter, values, on_device)
+                yield part.names[parameter], _StateOwner(parameter, values, on_device)
 
     def load_state_dict(self, loaded: Mapping[str, Any]) -> None:
         state, groups = loaded.get("state", {}), loaded.get("groups", {})
-        homes = {n: p for part in self._parts for p, n in part.names.items()}
+        parameters = {n: p for part in self._parts for p, n in part.names.items()}
         state = {
             name: {
-                key: _assembled(label, value, homes.get(name))
+                key: _assembled(label, value, parameters.get(name))
                 if (label := f"{name}.{key}") in self._in_parts
                 else value
                 for key, value in values.items()
@@ -288,7 +288,7 @@ class OptimizerStates:
                 values = state.get(part.names[parameter])
                 if values:
                     own = part.optimizer.state.get(parameter, {})
-                    part.optimizer.state[parameter] = _merged(own, values)
+                    part.optimizer.state[parameter] = _merge(own, values)
             groups_here = part.optimizer.param_groups
             if part.whole is not part.optimizer:
                 groups_here = [*groups_here, *part.whole.param_groups]
@@ -304,15 +304,15 @@ class OptimizerStates:
         for group in current["param_groups"]:
             group.update(self._settings_for(list(group["params"]), settings))
         names = {name for group in current["param_groups"] for name in group["params"]}
-        # All of it is replaced: what the checkpoint does not have is given as it is.
+        # FSDP1 replaces all state, so present state that the checkpoint lacks is passed along.
         merged = {
-            name: _merged(current["state"].get(name, {}), state.get(name, {})) for name in names
+            name: _merge(current["state"].get(name, {}), state.get(name, {})) for name in names
         }
         current["state"] = {name: values for name, values in merged.items() if values}
         load_fsdp1_optimizer_state(model, part.optimizer, current)
 
     def _forget_what_was_left_out(self, state: Mapping[str, Any]) -> None:
-        """Take what the caller did not want to load from the list of what was restored."""
+        """Remove state that the caller chose not to load from the report."""
         there = set(flatten_state_dict(state)[0])
         self.report.restored = [label for label in self.report.restored if label in there]
 
@@ -327,25 +327,25 @@ class OptimizerStates:
             return {}
         apart = {id(each): each for each in found}
         if len({encode_value(each) for each in apart.values()}) > 1:
-            # Groups were joined since; the first one speaks for all of them.
+            # The groups were merged since: the settings of the first one win.
             self.report.groups_left.append(f"{label} (were in groups that differ)")
-        # Groups that were split since must not share what is in it.
+        # Groups that were split since must not share mutable settings.
         return copy.deepcopy(found[0])
 
 
-def _merged(existing: Any, new: Any) -> Any:
-    """State with new values in it; what is not new stays, and keys stay what they are."""
+def _merge(existing: Any, new: Any) -> Any:
+    """Existing state updated with new values. Keys that read alike are the same key."""
     if not isinstance(existing, dict) or not isinstance(new, dict):
         return new
     merged = dict(existing)
     for key, value in new.items():
         own = next((k for k in existing if k == key or str(k) == str(key)), key)
-        merged[own] = _merged(existing.get(own), value)
+        merged[own] = _merge(existing.get(own), value)
     return merged
 
 
 def _by_name(part: _Part) -> dict[str, Any]:
-    """State and groups of one optimizer, with names in place of parameters."""
+    """The state and groups of one optimizer, with names in place of parameters."""
     if part.fsdp1 is not None:
         found = fsdp1_optimizer_state(part.fsdp1, part.optimizer)
         known = {name for group in found["param_groups"] for name in group["params"]}
@@ -388,10 +388,9 @@ def _entries_below(metadata: Metadata, prefix: StatePath) -> Iterator[tuple[Stat
 
 
 def _renamed_path(name: str, old: StatePath) -> StatePath:
-    """The path of an entry that was renamed on the way, and so has none of its own.
+    """The path of an entry that the load renamed, so that the checkpoint has no path for it.
 
-    Its kind comes first, then a name that may have dots, and last what is below that, which
-    is cut as it was before.
+    First comes its kind, then a name that may contain dots, then the rest of the old path.
     """
     kind, _, rest = name.partition(".")
     tail = old[old.index(kind) + 2 :] if kind in old else ()
@@ -405,7 +404,7 @@ def _renamed_path(name: str, old: StatePath) -> StatePath:
 def _new_names(
     metadata: Metadata, prefix: StatePath, entries: Sequence[tuple[StatePath, _Entry]]
 ) -> dict[str, str]:
-    """The names of parameters by those that they were saved under, if a load renames them."""
+    """New names of parameters by the names they were saved with, if the load renames them."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     found = {}
     for path, entry in entries:
@@ -423,7 +422,7 @@ def _placeholder(entry: _Entry) -> Any:
 
 
 def _fitting(existing: Any, entry: _Entry, make: Callable[[TensorStorageMetadata], Any]) -> Any:
-    """Where something stored goes: to what is there, or to new memory."""
+    """The target of a stored value: what is there if it fits, or else new memory."""
     if isinstance(entry, BytesStorageMetadata):
         return existing
     fits = isinstance(existing, torch.Tensor) and existing.size() == entry.size
@@ -433,38 +432,38 @@ def _fitting(existing: Any, entry: _Entry, make: Callable[[TensorStorageMetadata
 def _composites(
     metadata: Metadata, prefix: StatePath, entries: Sequence[tuple[StatePath, _Entry]]
 ) -> dict[StatePath, StoredShards]:
-    """The states that consist of tensors, by path."""
+    """Composite states by path."""
     paths = [path[:-1] for path, _ in entries if path[-1] == KIND]
     stored = stored_shards(metadata) if paths else {}
     found = {path: stored.get(".".join(map(str, (*prefix, *path)))) for path in paths}
     return {path: shards for path, shards in found.items() if shards is not None}
 
 
-def _composite_target(stored: StoredShards, home: _Home, path: StatePath) -> Any:
-    """Where a state that consists of tensors goes: to the one that is there, or to new parts."""
+def _composite_target(stored: StoredShards, owner: _StateOwner, path: StatePath) -> Any:
+    """The target of a composite state: the one that is there, or new parts."""
     label = ".".join(map(str, path[1:]))
-    existing = get_element(home.values, path[2:])
+    existing = get_element(owner.values, path[2:])
     if isinstance(existing, torch.Tensor):
         return existing
-    if stored.has_sharded_parts and is_sharded(home.parameter):
-        # It was not a shard that had parts: each part was sharded.
+    if stored.has_sharded_parts and is_sharded(owner.parameter):
+        # Each part was sharded, rather than a shard split into parts.
         return {
             region_name(box): {
-                part: _target(entry, home, (part,))
+                part: _target(entry, owner, (part,))
                 for part, entry in parts.items()
                 if entry is not None
             }
             for box, parts in stored.shards.items()
         } | {KIND: None}
-    needed = stored.needed_for(label, own_region(home.parameter, stored.shape))
-    device = device_of(home.parameter)
+    needed = stored.needed_for(label, own_region(owner.parameter, stored.shape))
+    device = device_of(owner.parameter)
     return {region_name(box): stored.empty_parts(label, box, device) for box in needed} | {
         KIND: None
     }
 
 
 def _assembled(label: str, value: Any, parameter: Any) -> Any:
-    """A state from its parts."""
+    """A composite state from its parts."""
     shape = value[KIND][0][1]
     parts = [part for shard in value.values() if isinstance(shard, dict) for part in shard.values()]
     if any(map(is_sharded, parts)):
@@ -473,18 +472,18 @@ def _assembled(label: str, value: Any, parameter: Any) -> Any:
     return with_local(parameter, local, shape)
 
 
-def _target(entry: _Entry, home: _Home, path: StatePath) -> Any:
-    """Where a state of a parameter goes."""
+def _target(entry: _Entry, owner: _StateOwner, path: StatePath) -> Any:
+    """The target of a state of a parameter."""
 
     def make(entry: TensorStorageMetadata) -> Any:
         if not entry.size and path[-1] in _COUNTERS:
             made = _placeholder(entry)
-            return made.to(device_of(home.parameter)) if home.steps_on_device else made
+            return made.to(device_of(owner.parameter)) if owner.steps_on_device else made
         dtype = entry.properties.dtype
-        if dtype is home.saved_dtype and entry.size == home.parameter.size():
-            # It was of the precision of the parameter, whatever that is now.
-            dtype = home.parameter.dtype
-        made = empty_like_parameter(home.parameter, entry.size, dtype)
+        if dtype is owner.saved_dtype and entry.size == owner.parameter.size():
+            # It had the precision of the parameter, which may have changed.
+            dtype = owner.parameter.dtype
+        made = empty_like_parameter(owner.parameter, entry.size, dtype)
         return made if made is not None else _placeholder(entry)
 
-    return _fitting(get_element(home.values, path), entry, make)
+    return _fitting(get_element(owner.values, path), entry, make)

@@ -14,7 +14,7 @@ __all__ = ["random_state", "restore_random_state"]
 def random_state() -> dict[str, Any]:
     """The state of the generators of Python, numpy, torch, and this rank's CUDA device.
 
-    CUDA is asked only where it is in use (that path was not run: no device was at hand).
+    CUDA is included only if it is in use (not tested: no device was available).
     """
     state: dict[str, Any] = {
         "python": (random.getstate(),),
@@ -27,7 +27,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Go on where `random_state` was taken."""
+    """Restore what `random_state` returned."""
     version, numbers, gauss = state["python"][0]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(state["numpy"][0]))

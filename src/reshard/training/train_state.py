@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from reshard.rank_values import OnResize, PerRank, per_rank
 from reshard.stateful import is_stateful
 from reshard.tensors.composites import KIND
 from reshard.tensors.modules import load_model_state, model_state
+from reshard.tensors.nesting import Walk
 from reshard.training.optimizers import OptimizerReport, OptimizerStates
 from reshard.training.randomness import random_state, restore_random_state
 
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 class TrainReport:
     """What the last load of a `TrainState` found, beyond the model.
 
-    `missing` are parts that the checkpoint does not have, `unexpected` those that only the
-    checkpoint has, `dropped` those that were left as they are because the number of ranks
-    changed.
+    `missing` are parts that the checkpoint does not have, `unexpected` are parts that only
+    the checkpoint has, and `dropped` are parts that were not loaded because the number of
+    ranks changed.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -41,7 +42,7 @@ class TrainReport:
 
 
 class TrainState:
-    """Model, optimizer and everything else that a run goes on from, in any layout.
+    """The model, the optimizer and everything else that a run resumes from, in any layout.
 
     Put it into the state dict of `save`, `async_save` and `load` as it is. Saving changes
     nothing: no step is taken, gradients stay. Loading restores in place. State that an
@@ -90,7 +91,7 @@ class TrainState:
         self.report = TrainReport()
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it. A collective where FSDP's first version is used."""
+        """The whole state. A collective with FSDP1."""
         state: dict[str, Any] = {"model": self._model_state()}
         if self._optimizers:
             state["optimizer"] = OptimizerStates(self._models, self._optimizers).state_dict()
@@ -181,21 +182,22 @@ class TrainState:
     def pruned(
         self, template: dict[str, Any], key: str, unwanted: Callable[[str], bool]
     ) -> tuple[dict[str, Any], list[str]]:
-        """A template without what is not to be loaded, or was not, and the names of that.
+        """The template without unwanted values, and the names of those.
 
-        Called by `load`. Only where memory was made for it, or would be: other values stay in
+        Called by `load`. Only values that memory is allocated for are left out: others stay in
         the template as they are.
         """
         left_out: list[str] = []
         kept = dict(template)
-        for part, everything in (("model", False), ("optimizer", True)):
+        for part in ("model", "optimizer"):
             if part in kept:
-                name = f"{key}.{part}"
-                kept[part] = _without(kept[part], name, unwanted, everything, left_out)
+                pruning = _Pruning(f"{key}.{part}", unwanted, tensors_only=part == "model")
+                kept[part] = pruning.run(kept[part])
+                left_out += pruning.left_out
         return kept, left_out
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was loaded."""
+        """Apply a loaded state."""
         if not self._names:
             self._model_state()
         loaded = state_dict["model"]
@@ -209,11 +211,11 @@ class TrainState:
         if "scheduler" in state_dict:
             for i, scheduler in enumerate(self._all_schedulers()):
                 if str(i) in state_dict["scheduler"]:
-                    scheduler.load_state_dict(_opened(state_dict["scheduler"][str(i)]))
+                    scheduler.load_state_dict(_unwrap_opaque(state_dict["scheduler"][str(i)]))
         if "dataloader" in state_dict and "dataloader" not in self.report.dropped:
-            self._dataloader.load_state_dict(_opened(_unmarked(state_dict["dataloader"])))
+            self._dataloader.load_state_dict(_unwrap_opaque(_unwrap_mark(state_dict["dataloader"])))
         if "rng" in state_dict and "rng" not in self.report.dropped:
-            restore_random_state(_unmarked(state_dict["rng"]))
+            restore_random_state(_unwrap_mark(state_dict["rng"]))
         for key, value in state_dict.get("extra", {}).items():
             current = (self._extra or {}).get(key)
             if is_stateful(current):
@@ -224,47 +226,67 @@ class TrainState:
                 self._extra[key] = value
 
 
-def _without(
-    template: dict[str, Any],
-    path: str,
-    unwanted: Callable[[str], bool],
-    everything: bool,
-    left_out: list[str],
-) -> dict[str, Any]:
-    """`template`, which is at `path`, without unwanted tensors, or `everything` unwanted."""
-    kept: dict[str, Any] = {}
-    for key, value in template.items():
-        name = f"{path}.{key}"
-        if type(value) is dict and not (KIND in value and unwanted(name)):
-            kept[key] = _without(value, name, unwanted, everything, left_out)
-        elif unwanted(name) and (everything or isinstance(value, torch.Tensor)):
-            left_out.append(name)
-        else:
-            kept[key] = value
-    return kept
+class _Pruning(Walk):
+    """Leaves out unwanted tensors, or all unwanted values, of a template that is at `prefix`."""
+
+    skipped = frozenset()
+
+    def __init__(self, prefix: str, unwanted: Callable[[str], bool], tensors_only: bool) -> None:
+        super().__init__()
+        self.left_out: list[str] = []
+        self._prefix = prefix
+        self._unwanted = unwanted
+        self._tensors_only = tensors_only
+
+    def _name(self) -> str:
+        return ".".join([self._prefix, *map(str, self.path)])
+
+    def enter(self, container: Any) -> Iterable[tuple[Any, Any]] | None:
+        # A dict with the parts of a composite tensor is left out as a whole.
+        if type(container) is not dict or (KIND in container and self._unwanted(self._name())):
+            return None
+        return container.items()
+
+    def leaf(self, value: Any) -> Any:
+        name = self._name()
+        if not self._unwanted(name) or (self._tensors_only and not isinstance(value, torch.Tensor)):
+            return value
+        self.left_out.append(name)
+        return _LEFT_OUT
+
+    def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
+        kept = {**container, **changed}
+        return {key: value for key, value in kept.items() if value is not _LEFT_OUT}
+
+    def is_final(self, changed: dict[Any, Any]) -> bool:
+        # Whether a value is wanted depends on its name.
+        return False
+
+
+_LEFT_OUT = object()
 
 
 def _by_prefix(
     model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
 ) -> list[tuple[str, nn.Module]]:
-    """Models, each with the prefix of its names."""
+    """The models with the prefix of each one's names."""
     if isinstance(model, nn.Module):
-        return [("", _unwrapped(model))]
+        return [("", _unwrap_model(model))]
     if isinstance(model, Mapping):
-        return [(f"{key}.", _unwrapped(each)) for key, each in model.items()]
-    return [("", _unwrapped(each)) for each in model]
+        return [(f"{key}.", _unwrap_model(each)) for key, each in model.items()]
+    return [("", _unwrap_model(each)) for each in model]
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    # torch removes the prefix of other wrappers, but not of this one.
+def _unwrap_model(model: nn.Module) -> nn.Module:
+    # torch strips the prefixes of other wrappers, but not of this one.
     return model.module if isinstance(model, nn.DataParallel) else model
 
 
-def _unmarked(value: Any) -> Any:
-    """A value of this rank, from a checkpoint or as it was."""
+def _unwrap_mark(value: Any) -> Any:
+    """The value of this rank, loaded or as it was."""
     return value.value if isinstance(value, PerRank) else value
 
 
-def _opened(loaded: OpaqueValue | Sequence[Any]) -> Any:
-    """A value that was marked as whole, from a checkpoint or as it was."""
+def _unwrap_opaque(loaded: OpaqueValue | Sequence[Any]) -> Any:
+    """The value inside of an `OpaqueValue`, loaded or as it was."""
     return loaded.value if isinstance(loaded, OpaqueValue) else loaded[0]
