@@ -1,4 +1,4 @@
-"""Optimizer state, loaded in the layout of the model that it belongs to."""
+"""Loading optimizer state in the layout of its model."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def load_sharded_optimizer_state_dict(
     storage_reader: StorageReader,
     planner: LoadPlanner | None = None,
 ) -> STATE_DICT_TYPE:
-    """The optimizer state of a checkpoint, sharded as the parameters in `model_state_dict` are.
+    """Load the optimizer state of a checkpoint, sharded like the parameters it belongs to.
 
-    The checkpoint alone says which state there is; no optimizer is needed, and none is
-    stepped. Called by all ranks of the default group, or without one. Returns a dict
-    with `optimizer_key` as its only key. State of a parameter that `model_state_dict`
-    does not have is cut along its first dimension over all ranks.
+    The checkpoint determines which state there is; no optimizer is needed. A collective over
+    the default group, if there is one. Returns a dict with `optimizer_key` as its only key.
+    State of parameters that are not in `model_state_dict` is sharded along its first
+    dimension over all ranks.
     """
     save_queue().settle(comparable_place(getattr(storage_reader, "checkpoint_id", None)))
     metadata = storage_reader.read_metadata()
@@ -75,18 +75,18 @@ def load_sharded_optimizer_state_dict(
         raise MissingKeyError(
             f"the checkpoint has no {optimizer_key!r}; what it has at the top is {there}"
         )
-    # Parts of what is stored need a planner that knows where they begin.
+    # Parts of stored tensors need a planner that knows their offsets.
     chosen = planner if planner is not None and not offsets else _OffsetPlanner(offsets)
     _load_state_dict(wanted, storage_reader, planner=chosen)
     loaded = unflatten_state_dict(wanted, paths)
     if isinstance(loaded[optimizer_key], dict) and "param_groups" in loaded[optimizer_key]:
-        # An optimizer that never made a step has no state, of which nothing is stored.
+        # Nothing is stored for the empty state of an optimizer that was never stepped.
         loaded[optimizer_key].setdefault("state", {})
     return loaded
 
 
 def _parameter_name(path: StatePath, model_state_dict: Mapping[str, Any]) -> str:
-    """The parameter that a state belongs to: `optim / state / name / exp_avg`, or flattened."""
+    """The parameter of a state at `optim / state / name / exp_avg`, nested or flattened."""
     if len(path) > 2 and str(path[2]) in model_state_dict:
         return str(path[2])
     flat = str(path[1]) if len(path) > 1 else ""
@@ -107,9 +107,9 @@ def _memory_for(entry: TensorStorageMetadata, parameter: Any) -> torch.Tensor:
 
 
 class _OffsetPlanner(DefaultLoadPlanner):
-    """Loads tensors that are parts of stored ones: those that tensor parallelism left here.
+    """Loads tensors that are parts of stored ones, as with tensor parallelism.
 
-    `offsets` says where each of them begins in what is stored under its name.
+    `offsets` has the offset of each in the stored tensor of the same name.
     """
 
     def __init__(self, offsets: Mapping[str, tuple[int, ...]]) -> None:
@@ -142,7 +142,7 @@ class _OffsetPlanner(DefaultLoadPlanner):
                     f"the checkpoint does not hold {tuple(shard.sizes)} of {name!r} at "
                     f"{tuple(begin)}, exactly once"
                 )
-            # Stored further on, but found here under the offset within the part.
+            # The offset in the stored tensor differs from that in the local one.
             index = MetadataIndex(name, shard.offsets)
             found += [dataclasses.replace(item, dest_index=index) for item in items]
         return found

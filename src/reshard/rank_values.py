@@ -1,4 +1,4 @@
-"""Values that are meant to differ from rank to rank: random state, dataloader positions."""
+"""Values that differ from rank to rank, such as random states and dataloader positions."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class PerRank:
     on_resize: OnResize = "error"
 
     def __replace_value__(self, value: Any) -> PerRank:
-        """The same mark on another value: on the staged copy of this one."""
+        """The same mark on another value, such as a copy of this one."""
         return PerRank(value, self.on_resize)
 
 
 def per_rank(value: Any, on_resize: OnResize = "error") -> PerRank:
-    """Mark a value of a state dict that differs by rank, so that each rank's is stored.
+    """Mark a value of a state dict that differs by rank, so that each rank's value is stored.
 
     It may lie in dicts, other mappings, lists, tuples and named tuples.
 
-    In a load, mark the value in the state dict likewise; it is replaced by what this rank
-    saved, without the mark. If the checkpoint was saved by another number of ranks,
-    `on_resize` says what happens: `"error"` raises, `"drop"` leaves the value as it is,
-    `"first"` takes that of rank 0.
+    To load it, mark the value in the state dict in the same way; it is replaced by the value
+    that this rank saved, without the mark. `on_resize` is for checkpoints that were saved by
+    another number of ranks: `"error"` raises, `"drop"` leaves the value as it is, `"first"`
+    takes the value of rank 0.
     """
     if on_resize not in ("error", "drop", "first"):
         raise ValueError(f"on_resize is 'error', 'drop' or 'first', not {on_resize!r}")
@@ -56,7 +56,7 @@ def _key(rank: int, world_size: int) -> str:
 
 
 def name_rank_values(state_dict: STATE_DICT_TYPE, rank: int, world_size: int) -> STATE_DICT_TYPE:
-    """`state_dict` with each marked value under the name of this rank."""
+    """`state_dict` with each marked value under a key of this rank."""
     key = _key(rank, world_size)
     named: STATE_DICT_TYPE = _Marks(lambda path, mark: SplitDict({key: mark.value})).run(state_dict)
     return named
@@ -65,10 +65,10 @@ def name_rank_values(state_dict: STATE_DICT_TYPE, rank: int, world_size: int) ->
 def choose_rank_values(
     state_dict: STATE_DICT_TYPE, rank: int, world_size: int, stored: Iterable[str]
 ) -> tuple[STATE_DICT_TYPE, dict[tuple[Any, ...], str | None]]:
-    """`state_dict` with each marked value under the name it is stored by.
+    """`state_dict` with each marked value under the key it is stored under.
 
-    Also which name was chosen at which path, to find the loaded values again: None for
-    values that are dropped, which are left out. `stored` are the names in the checkpoint.
+    Also the key that was chosen at each path, to find the loaded values again; None for
+    values that are dropped. `stored` are the names in the checkpoint.
     """
     chosen: dict[tuple[Any, ...], str | None] = {}
     names: list[str] = []
@@ -107,14 +107,14 @@ def _not_stored(name: str, world_size: int, names: list[str]) -> CheckpointExcep
 
 
 def _first_from(names: list[str], beginning: str) -> str | None:
-    """The first of the sorted `names` that begins so."""
+    """The first of the sorted `names` with this beginning."""
     place = bisect.bisect_left(names, beginning)
     found = place < len(names) and names[place].startswith(beginning)
     return names[place] if found else None
 
 
 def _first_keys(mark: PerRank, prefix: str, names: list[str]) -> list[str]:
-    """The name of rank 0's value, whatever the number of ranks was."""
+    """The key of rank 0's value, for any number of ranks."""
     first = _first_from(names, f"{prefix}.rank-0-of-") if mark.on_resize == "first" else None
     return [first[len(prefix) + 1 :].split(".")[0]] if first else []
 
@@ -124,10 +124,10 @@ def restore_rank_values(
     loaded: STATE_DICT_TYPE,
     chosen: Mapping[tuple[Any, ...], str | None],
 ) -> None:
-    """Put what was loaded for marked values in the place of the marks, in `state_dict`.
+    """Replace the marks in `state_dict` by the values that were loaded for them.
 
-    `loaded` is what `choose_rank_values` made of `state_dict`. Containers that cannot be
-    changed are replaced.
+    `loaded` is what `choose_rank_values` returned for `state_dict`. Immutable containers are
+    replaced.
     """
 
     def restore(path: tuple[Any, ...], mark: PerRank) -> Any:
@@ -162,7 +162,8 @@ class _Marks(Walk):
         self._combine = combine
 
     def enter(self, container: Any) -> Iterable[tuple[Any, Any]] | None:
-        return None if isinstance(container, PerRank) else super().enter(container)
+        is_mark = not isinstance(container, Mapping | list | tuple)
+        return None if is_mark else super().enter(container)
 
     def leaf(self, value: Any) -> Any:
         return self._change(tuple(self.path), value) if isinstance(value, PerRank) else value

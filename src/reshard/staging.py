@@ -24,40 +24,39 @@ __all__ = [
 
 @runtime_checkable
 class AsyncStager(Protocol):
-    """What `async_save` asks to copy the state away. Made to be subclassed.
+    """Copies the state for `async_save`. Meant to be subclassed.
 
-    `stage` returns a state dict that training cannot change any more, or a future of one:
-    then the caller must not change the state before that is done. If
-    `should_synchronize_after_execute`, `synchronize_staging` is called before
-    `async_save` returns.
+    `stage` returns a state dict that training cannot change any more, or a future of one;
+    in that case the caller must not change the state before the future is done. If
+    `should_synchronize_after_execute`, `async_save` calls `synchronize_staging` before it
+    returns.
     """
 
     _synchronize_after_execute: bool = True
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Whether `async_save` waits for the staging by itself."""
+        """Whether `async_save` waits for staging."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
-        """A copy of `state_dict`, or the promise of one."""
+        """A copy of `state_dict`, or a future of one."""
         raise NotImplementedError(f"{type(self).__name__} has no stage method")
 
     def synchronize_staging(self) -> None:
-        """Block until the state may be changed."""
+        """Block until training may change the state."""
 
     def close(self) -> None:
-        """Give back what the stager holds."""
+        """Release the resources of the stager."""
 
 
 @dataclass
 class StagingOptions:
     """How a `DefaultStager` copies.
 
-    `use_pinned_memory` and `use_non_blocking_copy` matter only where there is CUDA, and
-    are accepted without. Staging memory can always be shared with the process that saves,
-    so `use_shared_memory` is accepted and changes nothing. With `use_async_staging`,
-    `stage` returns a future and copies in a thread.
+    `use_pinned_memory` and `use_non_blocking_copy` have an effect only with CUDA.
+    `use_shared_memory` has none: staging memory is always shared with the worker process.
+    With `use_async_staging`, `stage` returns a future and copies in a thread.
     """
 
     use_pinned_memory: bool = True
@@ -69,9 +68,8 @@ class StagingOptions:
 class DefaultStager(AsyncStager):
     """Copies into the staging pool of the process.
 
-    What `stage` returns stays valid for as long as anybody holds it, unless `async_save` was
-    given it: then, until that save is done. Memory that nobody looks at any more is used for
-    the next call.
+    What `stage` returns is valid as long as it is referenced; if it was passed to
+    `async_save`, until that save is done. Memory that is not in use any more is reused.
     """
 
     _synchronize_after_execute = False
@@ -81,7 +79,7 @@ class DefaultStager(AsyncStager):
         self._thread: ThreadPoolExecutor | None = None
         self._staging: Future[STATE_DICT_TYPE] | None = None
         self._last = LastLease()
-        # Who forgets to close a stager does not lose the memory.
+        # Memory returns to the pool even if the stager is never closed.
         weakref.finalize(self, self._last.end).atexit = False
         self._pid = os.getpid()
 
@@ -91,10 +89,10 @@ class DefaultStager(AsyncStager):
         if not self._config.use_async_staging:
             return self._stage(state_dict)
         if self._thread is None or self._pid != os.getpid():
-            # A thread does not come along into a forked child.
+            # A forked child does not have the threads of its parent.
             self._pid = os.getpid()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-staging")
-        # So that it does not hold on to what was staged before.
+        # Drop the previous copy first, so that its memory can be reused.
         self._staging = None
         self._staging = self._thread.submit(self._stage, state_dict)
         return self._staging
@@ -111,12 +109,12 @@ class DefaultStager(AsyncStager):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Block until the last `stage` is done."""
+        """Block until the last call of `stage` is done."""
         if self._staging is not None:
             self._staging.result()
 
     def close(self) -> None:
-        """End the staging thread. The memory stays with the pool, for the next stager."""
+        """End the staging thread. The memory stays in the pool, for the next stager."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
@@ -127,7 +125,7 @@ class DefaultStager(AsyncStager):
 class BlockingAsyncStager(DefaultStager):
     """Copies before `stage` returns.
 
-    `cache_staged_state_dict` is accepted: memory is always kept for the next save.
+    `cache_staged_state_dict` has no effect: memory is always kept for the next save.
     """
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:

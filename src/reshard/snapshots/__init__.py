@@ -1,1 +1,1 @@
-"""Copies of a state that training can no longer change."""
+"""Copies of state dicts that training can no longer change."""

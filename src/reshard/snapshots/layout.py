@@ -42,7 +42,7 @@ class Layout:
         return begin
 
     def place(self, memory: torch.Tensor, plan: Survey) -> None:
-        """Make the tensors that look at `memory`, once for all copies into it."""
+        """Make `copies` as views of `memory`, which are reused for all state dicts of the form."""
         self._memory = memory
         self.copies = self._views(memory, plan)
         self._uses = list(map(storage_uses, self.copies))
@@ -74,7 +74,7 @@ class Layout:
         return [view.data_ptr() for view in self.copies] == self._places
 
     def _shared_storages(self, plan: Survey) -> dict[int, tuple[torch.UntypedStorage, int]]:
-        """For each tensor that shares memory: the storage that is shared, and where it starts."""
+        """The shared storage of each tensor that shares memory, and where that begins."""
         shared = {}
         for group in self._groups:
             first = self._begins[group[0]]
@@ -92,7 +92,7 @@ class Layout:
         )
 
     def copy(self, plan: Survey, non_blocking: bool = False) -> None:
-        """Copy the tensors of a state dict of the same form into place."""
+        """Copy the tensors of a state dict of the same form into the block."""
         sources, targets = [], []
         for i, tensor in enumerate(plan.tensors):
             if i not in self._in_group:

@@ -24,19 +24,19 @@ __all__ = ["Buffer", "LastLease", "Lease", "Staged", "StagingPool", "staging_poo
 
 
 class Buffer:
-    """One block of staging memory and what lies in it."""
+    """One block of staging memory, and how the last state dict lies in it."""
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.layout: Layout | None = None
 
     def prepare(self, plan: Survey, pinned: bool) -> Layout:
-        """Make room for a state dict, unless there is room already."""
+        """Allocate memory for a state dict, unless the present memory will do."""
         if self.layout is not None and self.layout.form == plan.form and self.layout.is_in_place():
             return self.layout
         layout = Layout(plan)
         if self.segment is None or self.segment.nbytes < layout.nbytes:
-            # First the old one goes: both at once might be more than there is.
+            # Free the old memory first: there may not be enough for both.
             self.free()
             self.segment = Segment(layout.nbytes, pinned)
         layout.place(self.segment.memory, plan)
@@ -51,17 +51,17 @@ class Buffer:
 
 
 class Staged(dict[str, Any]):
-    """A staged state dict, in memory that was lent to it. Copies of it are ordinary dicts."""
+    """A staged state dict in memory of the pool. Copies of it are ordinary dicts."""
 
     lease: Lease
 
     @property
     def segment(self) -> Segment:
-        """The memory that all tensors lie in."""
+        """The memory of all its tensors."""
         return self.lease.segment
 
     def release(self) -> None:
-        """Let the memory be used again."""
+        """Return the memory to the pool."""
         self.lease.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,9 +69,9 @@ class Staged(dict[str, Any]):
 
 
 class Lease:
-    """A buffer that was lent to one staged state dict.
+    """The loan of a buffer to one staged state dict.
 
-    It ends with the stager that asked for it, and with the last save that keeps it.
+    It ends when neither the stager nor a save needs it any more.
     """
 
     def __init__(self, pool: StagingPool, buffer: Buffer, staged: Staged) -> None:
@@ -80,7 +80,7 @@ class Lease:
         if buffer.segment is not None:
             self.begin, self.end_of_memory = buffer.segment.begin, buffer.segment.end
         self._pool = pool
-        # Not held here: whether anybody else holds it is what `end` asks.
+        # A weak reference, so that `end` can tell whether anybody else holds it.
         self._staged = weakref.ref(staged)
         self._lock = threading.Lock()
         self._keepers = 0
@@ -97,12 +97,12 @@ class Lease:
         return self.begin <= address < self.end_of_memory
 
     def keep(self) -> None:
-        """Make it last, if it has not ended, until `release` is called as often."""
+        """Extend the lease until `release` was called as often as this."""
         with self._lock:
             self._keepers += 1
 
     def release(self) -> None:
-        """Let the memory be used again, unless others keep it. Harmless if it is already."""
+        """Return the memory to the pool, unless others keep it. Idempotent."""
         with self._lock:
             self._keepers -= 1
             if self.is_over or self._keepers > 0:
@@ -110,12 +110,12 @@ class Lease:
             self.is_over = self.was_given_back = True
         staged = self._staged()
         if staged is not None:
-            # What it held would be overwritten by the next save, and keep memory alive.
+            # The next save overwrites its tensors, which would also keep memory alive.
             staged.clear()
         self._pool.release(self.buffer)
 
     def end(self) -> None:
-        """The stager needs it no more. Memory that somebody still looks at is left to them."""
+        """End the lease for the stager. Memory that is still in use is left to its users."""
         with self._lock:
             if self.is_over or self._keepers > 0:
                 return
@@ -127,7 +127,7 @@ class Lease:
 
 
 class LastLease:
-    """The last lease of a stager, which ends at the latest when the stager does."""
+    """The last lease of a stager, which ends with the stager at the latest."""
 
     lease: Lease | None = None
 
@@ -138,9 +138,9 @@ class LastLease:
 
 
 class StagingPool:
-    """The staging memory of a process. Safe to use from several threads.
+    """The staging memory of a process. Thread-safe.
 
-    A forked child begins without any: that of its parent is shared with the parent.
+    A forked child starts with an empty pool, since the parent still uses its memory.
     """
 
     def __init__(self) -> None:
@@ -153,12 +153,12 @@ class StagingPool:
     def stage(
         self, state_dict: Mapping[str, Any], pinned: bool = False, non_blocking: bool = False
     ) -> Staged:
-        """Copy `state_dict` away."""
+        """Copy `state_dict` into staging memory."""
         non_blocking = non_blocking and torch.accelerator.is_available()
         plan = survey(state_dict)
         buffer = self._take(plan)
         try:
-            # What is made in inference mode could not be written to outside of it.
+            # Tensors made in inference mode cannot be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 layout = buffer.prepare(plan, pinned)
                 layout.copy(plan, non_blocking)
@@ -174,7 +174,7 @@ class StagingPool:
         return staged
 
     def prewarm(self, state_dict: Mapping[str, Any], pinned: bool = False) -> None:
-        """Get the memory for such a state dict now, so that the first save finds it."""
+        """Allocate the memory for such a state dict ahead of the first save."""
         plan = survey(state_dict)
         buffer = self._take(plan)
         try:
@@ -184,14 +184,14 @@ class StagingPool:
             self.release(buffer)
 
     def leases_of(self, state_dict: Mapping[str, Any]) -> list[Lease]:
-        """Of what was staged here and has memory in `state_dict`, whatever became of the dict."""
+        """The leases of memory that tensors in `state_dict` use, also if it is another dict."""
         with self._mine():
             lent = list(self._lent.values())
         addresses = addresses_in(state_dict) if lent else []
         return [lease for lease in lent if any(map(lease.holds, addresses))]
 
     def release(self, buffer: Buffer) -> None:
-        """Let a buffer be used again."""
+        """Return a buffer to the pool."""
         with self._mine():
             self._lent.pop(id(buffer), None)
             if buffer in self._busy:
@@ -199,7 +199,7 @@ class StagingPool:
                 self._idle.append(buffer)
 
     def abandon(self, buffer: Buffer) -> None:
-        """Leave a buffer to those who look at it. Its memory is gone when they are."""
+        """Leave a buffer to its users. Its memory is freed with the last of them."""
         with self._mine():
             self._lent.pop(id(buffer), None)
             if buffer in self._busy:
@@ -207,7 +207,7 @@ class StagingPool:
         buffer.free()
 
     def close(self) -> None:
-        """Give back the memory that no save uses."""
+        """Free the memory that no save uses."""
         with self._mine():
             for buffer in self._idle:
                 buffer.free()
@@ -215,11 +215,11 @@ class StagingPool:
 
     @property
     def nbytes(self) -> int:
-        """How much memory the pool holds."""
+        """The size of all memory of the pool."""
         return sum(segment.nbytes for segment in self._segments())
 
     def segment_numbers(self) -> frozenset[int]:
-        """Which segments are in use, or may be again."""
+        """The numbers of all segments of the pool."""
         return frozenset(segment.number for segment in self._segments())
 
     def _segments(self) -> list[Segment]:
@@ -243,7 +243,7 @@ class StagingPool:
 
 
 def _best(buffers: Sequence[Buffer], plan: Survey) -> Buffer | None:
-    """The buffer that has to change least: of the same form, or else large enough."""
+    """The buffer that has to change least: one of the same form, or else large enough."""
     for buffer in buffers:
         if buffer.layout is not None and buffer.layout.form == plan.form:
             return buffer
@@ -252,12 +252,12 @@ def _best(buffers: Sequence[Buffer], plan: Survey) -> Buffer | None:
     enough = [place for place, size in enumerate(sizes) if size >= nbytes]
     if enough:
         return buffers[min(enough, key=sizes.__getitem__)]
-    # One that must grow anyway: the largest has the least to gain from being kept.
+    # None is large enough: let the largest grow.
     return buffers[sizes.index(max(sizes))] if buffers else None
 
 
 def _wait_for_devices(plan: Survey) -> None:
-    """Wait for copies that were only begun (exercised with stand-ins: no device was at hand)."""
+    """Wait for non-blocking copies (tested with stand-ins only: no device was available)."""
     for device in {tensor.device for tensor in plan.tensors}:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.current_stream(device).synchronize()

@@ -76,23 +76,23 @@ def _deep(value: Any, path: Sequence[Any]) -> Any:
 
 
 def _like_original(copied: torch.Tensor, tensor: torch.Tensor, path: Sequence[Any]) -> torch.Tensor:
-    """The copy of a plain tensor, as the same kind of tensor."""
-    # Detached, so that what is asked of one save's tensor does not stay for the next.
+    """The copy of a plain tensor with the type and the attributes of the original."""
+    # Detached: changes such as requires_grad must not carry over to the next save.
     twin = copied.detach()
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         twin = twin.as_subclass(kind)
         twin.__dict__.update(_deep(vars(tensor), path))
     elif tensor.__dict__:
-        # Marks that a planner may look at. They are not saved, so they need not be copied.
+        # Attributes are for planners. They are not saved, so they need not be copied.
         twin.__dict__.update(tensor.__dict__)
     return twin.requires_grad_() if tensor.requires_grad else twin
 
 
 def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
-    """A dict of the type of `original`, if such can be made, with other values."""
+    """A dict with other values, of the type of `original` if possible."""
     if not isinstance(original, dict):
-        # A copy may be a view of the same dict; to write into it would change the original.
+        # A copy of a mapping may be a view of the same dict: writing to it changes the original.
         return inner
     try:
         twin: Any = copy.copy(original)
@@ -100,13 +100,13 @@ def _refilled(original: Mapping[Any, Any], inner: dict[Any, Any]) -> Any:
             return inner
         for key, value in inner.items():
             twin[key] = value
-    except Exception:  # noqa: BLE001 - whatever the type objects to, a dict has the same content
+    except Exception:  # noqa: BLE001 - a type that cannot be copied becomes a dict
         return inner
     return twin
 
 
 def _sequence_like(original: Any, elements: list[Any]) -> Any:
-    """A list or tuple of the type of `original`, if such can be made, with other elements."""
+    """A list or tuple with other elements, of the type of `original` if possible."""
     try:
         if isinstance(original, list):
             twin = copy.copy(original)
@@ -117,7 +117,7 @@ def _sequence_like(original: Any, elements: list[Any]) -> Any:
         try:
             return tuple.__new__(type(original), elements)
         except TypeError:
-            # A type of C code, such as torch.Size, insists on its own constructor.
+            # Types implemented in C, such as torch.Size, need their own constructor.
             return type(original)(elements)
     except Exception:  # noqa: BLE001 - as above
         return elements if isinstance(original, list) else tuple(elements)

@@ -1,6 +1,6 @@
-"""Large blocks of memory that two processes can share.
+"""Blocks of memory that two processes can share.
 
-A segment is a file without a name: nothing is left behind, however its processes end.
+A segment is an anonymous file: nothing is left behind, however its processes end.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 
 
 class Segment:
-    """Memory that exists at once: every page is there before the first byte is written.
+    """Shared memory, with all pages populated at once.
 
-    Pinned where an accelerator is there (that path is exercised with stand-ins only: no
-    accelerator was at hand).
+    Pinned if asked for and CUDA is available (tested with stand-ins only).
     """
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
@@ -42,7 +41,7 @@ class Segment:
         self._pinned = pinned and _register(self.memory)
 
     def close(self) -> None:
-        """Give the memory back. Tensors that still look at it keep it alive."""
+        """Free the memory. Tensors that still use it keep it alive."""
         if self.descriptor < 0:
             return
         if self._pinned:

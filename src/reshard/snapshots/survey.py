@@ -102,27 +102,24 @@ class _AddressWalk(_TensorWalk):
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor that is permuted but has no gaps; a subclass may insist on them."""
+    """The strides of a tensor that is permuted without gaps: a subclass may depend on them."""
     if tensor.is_contiguous() or bytes_spanned(tensor) != tensor.nbytes or 0 in tensor.stride():
         return None
     return tensor.stride()
 
 
 def _geometry(first: torch.Tensor, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in the memory that it shares with `first`."""
+    """How a tensor lies in memory that it shares with `first`."""
     apart = tensor.data_ptr() - first.data_ptr()
     return apart, tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    """Groups of tensors of which each shares memory with another of its group.
-
-    The one that begins first comes first.
-    """
+    """Groups of tensors in which each shares memory with another, sorted by address."""
     # Equal addresses on different devices are different memory.
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        # An empty tensor lies nowhere.
+        # An empty tensor has no address.
         if tensor.numel():
             by_device.setdefault(tensor.device, []).append(i)
     return [group for places in by_device.values() for group in _sweep(tensors, places)]
@@ -146,10 +143,10 @@ def _sweep(tensors: Sequence[torch.Tensor], places: Sequence[int]) -> list[tuple
 
 
 def lead_of(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> int | None:
-    """How far from an aligned address a group begins, so that each element is aligned.
+    """The distance of a group from an aligned address at which all its elements are aligned.
 
-    As far as in the original where that will do. None if it cannot be, in memory that
-    was never made for tensors.
+    The same as in the original if possible. None if there is no such distance, as in memory
+    that was not allocated for tensors.
     """
     begin = tensors[group[0]].data_ptr()
     apart = [(tensors[i].data_ptr() - begin, tensors[i].itemsize) for i in group]

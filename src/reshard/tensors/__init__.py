@@ -1,4 +1,4 @@
-"""The torch side: what a value is, which regions of it are here, and how dicts nest.
+"""Everything about torch's tensors: nested state dicts, local shards, parts, memory.
 
-The only home of torch-private names. Everything above speaks of regions.
+Names that are private to torch are used here only. Everything above works with regions.
 """

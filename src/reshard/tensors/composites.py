@@ -1,9 +1,8 @@
-"""Tensors that consist of other tensors, such as quantized optimizer state.
+"""Composite tensors: those that consist of other tensors, such as quantized optimizer state.
 
-A tensor subclass without memory of its own, which says what it consists of, is stored by
-its parts: `name / region / part` for each shard, and `name / __tensor__` for what it is.
-Only the subclass knows how its parts go together, so a shard is always read whole; if the
-layout has changed, the subclass itself is asked to cut it and to copy what is wanted.
+Their parts are stored as `name / region / part` for each shard, and a description of the
+tensor as `name / __tensor__`. Only the subclass knows how parts fit together, so a shard is
+always read whole. If the layout has changed, the subclass itself cuts it and copies.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ __all__ = [
 ]
 
 KIND = "__tensor__"
-"""The name of the entry that says what a composite tensor is."""
+"""The last part of the name of the entry that describes a composite tensor."""
 _REGION = re.compile(r"\d{1,19}:\d{1,19}(,\d{1,19}:\d{1,19})*", re.ASCII)
 _SCALAR = "all"
 
 
 def region_name(box: Box) -> str:
-    """The name of a region: where it begins and ends in each dimension."""
+    """A region as text: where it begins and ends in each dimension."""
     return ",".join(f"{b}:{b + n}" for b, n in zip(*box, strict=True)) or _SCALAR
 
 
 def _region(name: str) -> Box | None:
-    """The region of a name; None if it is not the name of one."""
+    """The region that `region_name` gave the name; None if the name is not one."""
     if name == _SCALAR:
         return (), ()
     if not _REGION.fullmatch(name):
@@ -59,7 +58,7 @@ def _region(name: str) -> Box | None:
 
 
 def overlapping(a: Box, b: Box) -> Box | None:
-    """The region that two have in common; None if that is nothing."""
+    """The intersection of two regions; None if it is empty."""
     begins = tuple(map(max, zip(a[0], b[0], strict=True)))
     ends = [min(p + m, q + n) for p, m, q, n in zip(a[0], a[1], b[0], b[1], strict=True)]
     sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
@@ -70,7 +69,7 @@ def overlapping(a: Box, b: Box) -> Box | None:
 
 
 def expand_for_save(flat: dict[str, Any], paths: Mapping[str, StatePath]) -> tuple[Any, Any]:
-    """A flat state dict with the parts of composite tensors in their place, and the paths."""
+    """A flat state dict, and its paths, with parts in place of composite tensors."""
     found = _composites(flat)
     if not found:
         return flat, paths
@@ -114,7 +113,7 @@ class _CompositeSplit(Walk):
 
 
 def _composites(flat: Mapping[str, Any]) -> dict[str, list[LocalShard]]:
-    """The shards of the composite tensors of a state dict."""
+    """The shards of each composite tensor of a state dict."""
     found = ((name, composite_shards(name, value)) for name, value in flat.items())
     return {name: shards for name, shards in found if shards}
 
@@ -133,8 +132,8 @@ def _taken_apart(
 
 def _description(local: Any, value: Any) -> OpaqueValue:
     _, context = split_parts(local)
-    # One that could only be pickled is not kept: it is needed only where there is no tensor
-    # of the same kind to load into.
+    # A context that could only be pickled is not stored. It is needed only to load without a
+    # tensor of the same kind.
     known = not is_pickled(encode_value(context))
     shape = tuple(value.size())
     return OpaqueValue((_class_name(type(local)), shape, known, context if known else None))
@@ -149,7 +148,7 @@ def _class_name(kind: type) -> str:
 
 @dataclass
 class StoredShards:
-    """The shards of one composite tensor in a checkpoint: the parts of each, by name."""
+    """The shards of one composite tensor in a checkpoint, with the parts of each by name."""
 
     shards: dict[Box, dict[str, TensorStorageMetadata | None]] = field(default_factory=dict)
 
@@ -160,12 +159,12 @@ class StoredShards:
 
     @property
     def has_sharded_parts(self) -> bool:
-        """Whether a part was stored by several ranks: it was sharded, rather than the tensor."""
+        """Whether a part was stored by several ranks: then the parts were sharded."""
         parts = (part for shard in self.shards.values() for part in shard.values())
         return any(part is not None and len(part.chunks) > 1 for part in parts)
 
     def needed_for(self, name: str, wanted: Box) -> dict[Box, Box]:
-        """The shards that have a part of a region, and which part that is."""
+        """The shards that overlap a region, and where they do."""
         if wanted in self.shards or not all(wanted[1]):
             return {wanted: wanted} if wanted in self.shards else {}
         needed = {box: common for box in self.shards if (common := overlapping(box, wanted))}
@@ -216,7 +215,7 @@ def stored_shards(metadata: Metadata) -> dict[str, StoredShards]:
 
 @dataclass
 class _Cut:
-    """A part of a stored shard, to be copied into a part of a target."""
+    """A region of a stored shard that is copied into a region of a target."""
 
     name: str
     target: torch.Tensor
@@ -226,12 +225,12 @@ class _Cut:
     out_of: Box
 
     def try_out(self) -> None:
-        """See whether the subclass can do what `copy` will ask of it."""
+        """Raise early if the subclass does not support the operations of `copy`."""
         parts = {name: torch.empty_like(part) for name, part in split_parts(self.target)[0].items()}
         self._copy(join_parts(self.target, parts))
 
     def copy(self) -> None:
-        """Have the subclass cut and copy."""
+        """Copy, with the operations of the subclass."""
         self._copy(self.target)
 
     def _copy(self, target: torch.Tensor) -> None:
@@ -255,7 +254,7 @@ def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _within(box: Box, frame: Box) -> Box:
-    """The same region, counted from the beginning of a frame around it."""
+    """The same region, relative to a region around it."""
     return tuple(a - b for a, b in zip(box[0], frame[0], strict=True)), box[1]
 
 
@@ -267,14 +266,14 @@ class CompositeTargets:
         self._filled: list[torch.Tensor] = []
         self._kinds: dict[str, str] = {}
         self.covers: tuple[str, ...] = ()
-        """What the names of all that is stored of the tensors here begin with."""
+        """Prefixes of the names of everything that is stored of these tensors."""
 
     def expand(
         self, flat: dict[str, Any], metadata: Metadata, leave: Callable[[str], bool]
     ) -> dict[str, Any]:
-        """A flat state dict with what is stored of composite tensors in their place.
+        """A flat state dict with the stored parts in place of composite tensors.
 
-        Those that `leave` says, and those of which nothing is stored, stay as they are.
+        Tensors that `leave` chooses, and those that are not stored, stay as they are.
         """
         found = _composites(flat)
         if not found:
@@ -301,7 +300,7 @@ class CompositeTargets:
             self._kinds[f"{name}.{KIND}"] = _class_name(type(found[name][0].tensor))
             expanded[f"{name}.{KIND}"] = None
             parts = self._parts(name, found[name], stored[name])
-            # They may be composite tensors in their turn.
+            # Parts may be composite tensors themselves.
             expanded |= self.expand(parts, metadata, leave)
         return expanded
 
@@ -334,27 +333,27 @@ class CompositeTargets:
         return wanted
 
     def takes(self, name: str, value: Any) -> bool:
-        """Whether a value that was loaded is about a composite tensor here."""
+        """Whether a loaded value describes a composite tensor here; checks it if so."""
         if name not in self._kinds:
             return False
         self.check(name, value)
         return True
 
     def check(self, name: str, value: Any) -> None:
-        """Raise if what was stored, as its description says, is not what is here."""
+        """Raise if a stored description does not fit the tensor here."""
         stored, kind = value[0][0], self._kinds.get(name)
         whose = name.removesuffix(f".{KIND}")
         if kind is None:
-            # There is no tensor yet, and it will have to be made.
+            # There is no tensor yet: its class is needed to make one.
             _find_class(whose, stored)
         elif stored != kind:
             raise ShapeMismatchError(f"{whose!r} was saved as a {stored}, but is a {kind} here")
 
     def finish(self) -> None:
-        """Fill what could not be filled in place. To be called when all is read."""
+        """Fill tensors that could not be filled in place. Called when everything is read."""
         for cut in self._cuts:
             cut.copy()
-        # Autograd counts the changes of a tensor itself, not those of its parts.
+        # Autograd does not count changes of the parts as changes of the tensor.
         increment_version(self._filled)
         self._cuts, self._filled = [], []
 
@@ -371,7 +370,7 @@ def _check_not_plain(name: str, metadata: Metadata) -> None:
 
 
 def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
-    """The tensor that consists of loaded parts, cut to a region.
+    """Build a composite tensor from loaded parts, cut to a region.
 
     `loaded` has the parts of each shard under the name of its region, and the description.
     """
@@ -392,7 +391,7 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
                 whole = kind.__tensor_unflatten__(parts, context, sizes, _strides(sizes))
                 pieces[common] = _narrowed(whole, _within(common, box))
                 if common != box:
-                    # A view would keep all of the shard in memory.
+                    # A view would keep the whole shard in memory.
                     own = {n: part.clone() for n, part in split_parts(pieces[common])[0].items()}
                     pieces[common] = join_parts(pieces[common], own)
         return pieces[wanted] if wanted in pieces else _concatenated(pieces, wanted)
@@ -405,10 +404,10 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
 
 
 def _concatenated(pieces: Mapping[Box, Any], wanted: Box) -> Any:
-    """Pieces that follow each other in the first dimension as one.
+    """Concatenate pieces along the first dimension.
 
-    Which parts belong to rows, and which to the tensor as a whole, is seen by asking the
-    subclass for fewer rows.
+    Parts that shrink when the subclass is cut to fewer rows are concatenated; others belong
+    to the tensor as a whole.
     """
     end = wanted[0][0]
     for offsets, sizes in sorted(pieces):
@@ -433,7 +432,7 @@ def _strides(sizes: torch.Size) -> tuple[int, ...]:
 
 
 def _find_class(name: str, class_name: str) -> Any:
-    """A tensor subclass of this program. Nothing is imported for the checkpoint's sake."""
+    """Find a tensor subclass that is already imported. Checkpoints cannot cause imports."""
     waiting: list[type] = [torch.Tensor]
     while waiting:
         kind = waiting.pop()

@@ -1,7 +1,6 @@
-"""Items and chunks made of torch's own classes, turned into ours.
+"""Conversion of the classes of `torch.distributed.checkpoint` to ours.
 
-Tensor subclasses that implement torch's checkpointable protocol build them with the
-classes of `torch.distributed.checkpoint`.
+Tensor subclasses that implement torch's checkpointable protocol use them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Nested state dicts as flat ones, and back.
+"""Flattening of nested state dicts, and back.
 
-Dicts are always entered. Lists are entered when they hold tensors or dicts somewhere,
-tuples when they hold tensors; other lists and tuples are values. The name of a value
-is its path joined by dots. Dicts without content have no name, but their paths are kept.
-
-Nothing here recurses: state dicts may be nested deeper than Python's stack allows.
+Dicts are always entered, lists if there are tensors or dicts inside, tuples if there are
+tensors inside; other lists and tuples are values. The name of a value is its path joined by
+dots. Empty dicts have no name, but their paths are kept.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ __all__ = [
 
 
 class SplitDict(dict[Any, Any]):
-    """A dict whose content is stored by name, also inside of a tuple that is a value otherwise."""
+    """A dict that is always entered, even inside of a tuple without tensors."""
 
 
 class Rules(Enum):
     """Which containers count as values.
 
-    Checkpoints that DCP wrote keep tuples, and before 2.4 also dicts without tensors,
-    as values. A load tries those rules when names do not match.
+    In DCP's checkpoints, tuples are values, and before torch 2.4 also dicts without tensors.
+    A load tries those rules if names do not match.
     """
 
     CURRENT = "current"
@@ -244,9 +242,9 @@ class _Search(Walk):
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` as it is: planning resolves sharded tensors nested in one another.
+    """Returns `state_dict` unchanged: planning resolves nested sharded tensors.
 
-    Kept for planners that call it before handing a state dict on.
+    Exists for planners that call it.
     """
     return state_dict
 
@@ -265,7 +263,7 @@ def unflatten_state_dict(
 def put_empties(
     root_dict: dict[str, Any], mapping: Mapping[str, StatePath], empties: Iterable[StatePath]
 ) -> None:
-    """Put empty dicts at the paths `empties`, unless something else is there."""
+    """Put empty dicts at the paths `empties`, unless there is something else."""
     for path in empties:
         if _is_free(root_dict, path, mapping):
             set_element(root_dict, path, {})
@@ -284,6 +282,6 @@ def _is_free(root_dict: Mapping[str, Any], path: StatePath, mapping: Mapping[str
             return True
         value = value[key]
         if value is None:
-            # The value None, or a position of a list that nothing was put at.
+            # Either the value None or a gap in a list.
             return ".".join(map(str, path[: depth + 1])) not in mapping
     return False

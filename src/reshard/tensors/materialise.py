@@ -1,4 +1,4 @@
-"""Memory for tensors that are on the meta device."""
+"""Allocating memory for tensors on the meta device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Materialising(Walk):
 
 def _is_meta(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, ShardedTensor):
-        # It answers for a single local shard only.
+        # is_meta of a ShardedTensor covers only a single local shard.
         return any(shard.tensor.is_meta for shard in tensor.local_shards())
     return tensor.is_meta
 

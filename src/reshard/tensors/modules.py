@@ -1,4 +1,4 @@
-"""The parameters of modules by the names that they have without wrappers."""
+"""The state of modules, and FSDP1 optimizers, under names without wrappers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def clean_name(model: nn.Module, name: str) -> str:
-    """The name of a parameter without what torch.compile, FSDP, DDP and the like add to it."""
+    """The name of a parameter without the prefixes of torch.compile, FSDP, DDP and others."""
     kept = []
     module: Any = model
     for part in name.split("."):
@@ -47,7 +47,7 @@ def _is_data_parallel(module: Any) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The first name of each parameter. Tied parameters have one."""
+    """The clean name of each parameter: the first one for tied parameters."""
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, clean_name(model, name))
@@ -55,19 +55,19 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether some of the parameters are in the hands of FSDP's first version."""
+    """Whether FSDP1 manages some of the parameters."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Parameters and buffers by clean name; a collective for FSDP's first version."""
+    """Parameters and buffers by clean name. A collective with FSDP1."""
     return get_model_state_dict(model)
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Take over a state that was loaded into what `model_state` returned, or replaced it."""
+    """Apply a state that has the form of `model_state`, and may share its memory."""
     if is_fsdp1(model):
-        # Which keys must be there was decided before the load.
+        # Missing keys were handled before the load.
         set_model_state_dict(model, dict(state), options=StateDictOptions(strict=False))
         return
     actual = {clean_name(model, name): name for name in model.state_dict()}
@@ -79,7 +79,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
             _replace(own, value)
         elif not isinstance(value, torch.Tensor) or own is None or not _same_memory(own, value):
             left[actual.get(name, name)] = value
-    # Also with nothing left: FSDP looks at its parameters anew afterwards.
+    # Even with nothing left: FSDP refreshes its parameters afterwards.
     model.load_state_dict(left, strict=False)
 
 
@@ -89,7 +89,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _replace(own: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Put memory behind a meta tensor. It stays the same object, for optimizers and ties."""
+    """Give memory to a meta tensor. It stays the same object, for optimizers and ties."""
     twin = loaded.detach()
     if isinstance(own, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=own.requires_grad)
@@ -122,7 +122,7 @@ def fsdp1_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def load_fsdp1_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:
-    """Take over what has the form of `fsdp1_optimizer_state`. A collective."""
+    """Apply a state that has the form of `fsdp1_optimizer_state`. A collective."""
     with _sharded(model):
         flat = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
     optimizer.load_state_dict(flat)
@@ -130,7 +130,7 @@ def load_fsdp1_optimizer_state(
 
 
 def _undo_casts(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-    """Give state the precision that it was loaded with: it was cast to that of the parameter."""
+    """Restore the precision of loaded state, which torch cast to that of the parameter."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     keys = (key for group in loaded["param_groups"] for key in group["params"])
     for parameter, key in zip(parameters, keys, strict=True):

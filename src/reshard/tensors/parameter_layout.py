@@ -1,4 +1,4 @@
-"""Empty tensors that are laid out like others: for state that belongs to a parameter."""
+"""Memory for the state of a parameter, in the layout of the parameter."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
 def empty_like_parameter(
     parameter: Any, size: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Memory for a state of `parameter`, laid out as that is; None if it does not say how.
+    """An empty tensor for a state of `parameter`, in its layout; None if it is not a tensor.
 
-    A state of another size than the parameter's belongs to all of it: it is whole on
-    every rank of the parameter's mesh. One without dimensions is a plain number.
+    A state of another size than the parameter is replicated over the mesh of the parameter.
+    A state without dimensions is a plain tensor.
     """
     size = torch.Size(size)
     if isinstance(parameter, DTensor):
@@ -72,7 +72,7 @@ def _like_dtensor(parameter: DTensor, size: torch.Size, dtype: torch.dtype) -> t
 
 
 def with_local(parameter: Any, local: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """A tensor of `size` of which this rank has `local`: sharded as the parameter is, if it is."""
+    """A tensor of `size` with the local part `local`, sharded like the parameter if that is."""
     if not isinstance(parameter, DTensor) or parameter.size() != torch.Size(size):
         return local
     spec = parameter._spec
@@ -81,7 +81,7 @@ def with_local(parameter: Any, local: torch.Tensor, size: Sequence[int]) -> torc
 
 
 def own_region(parameter: Any, size: Sequence[int]) -> Box:
-    """What this rank has of a state of `size`: what it has of a parameter of that size, or all."""
+    """This rank's region of a state of `size`: the parameter's if it has that size, or all."""
     if isinstance(parameter, DTensor) and parameter.size() == torch.Size(size):
         shards = list(local_shards("a parameter", parameter))
         if len(shards) == 1:
@@ -90,7 +90,7 @@ def own_region(parameter: Any, size: Sequence[int]) -> Box:
 
 
 def _nested(tensor: ShardedTensor) -> ShardedTensor | None:
-    """The sharded tensor that is the one shard of `tensor` here, if it is one."""
+    """The sharded tensor nested in the only local shard of `tensor`, if there is one."""
     shards = tensor.local_shards()
     if not shards or not isinstance(shards[0].tensor, ShardedTensor):
         return None
@@ -100,14 +100,14 @@ def _nested(tensor: ShardedTensor) -> ShardedTensor | None:
 
 
 def nested_offset(tensor: Any) -> tuple[int, ...] | None:
-    """Where the nested sharded tensor begins in the whole tensor; None if none is nested."""
+    """The offset of a nested sharded tensor in the whole tensor; None if none is nested."""
     if not isinstance(tensor, ShardedTensor) or _nested(tensor) is None:
         return None
     return tuple(tensor.local_shards()[0].metadata.shard_offsets)
 
 
 def device_of(tensor: Any) -> torch.device:
-    """Where a tensor is, or will be when it has memory."""
+    """The device of a tensor, or the default device for a meta tensor."""
     if isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
             return device_of(shard.tensor)
@@ -133,7 +133,7 @@ def _like_sharded(parameter: ShardedTensor, dtype: torch.dtype) -> ShardedTensor
 def chunk_sharded(
     size: Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> ShardedTensor:
-    """An empty tensor cut along its first dimension over the ranks of a group."""
+    """An empty tensor, sharded along its first dimension over the ranks of a group."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     device = default_device()
     rows = -(-size[0] // world_size)

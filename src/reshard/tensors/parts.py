@@ -41,7 +41,7 @@ def take_apart(tensor: torch.Tensor, path: Sequence[Any]) -> TensorParts | None:
         _check_memory(tensor, path)
         return None
     if isinstance(tensor, DTensor) and kind is DTensor:
-        # Built by hand: from_local would ask the mesh about every tensor.
+        # Not with from_local, which queries the mesh for every tensor.
         return TensorParts(
             [tensor._local_tensor],
             lambda local: DTensor(local[0], tensor._spec, requires_grad=tensor.requires_grad),  # type: ignore[no-untyped-call]

@@ -32,15 +32,15 @@ _MOST_DIGITS = 4300
 
 
 class IntKey(str):
-    """The key of a dict that was an integer. In names, and in paths, it is text like any other."""
+    """A dict key that was an integer. In names and paths it is a string."""
 
     __slots__ = ()
 
 
 class PathMap(dict[str, StatePath]):
-    """Flat names to paths. Pickles as a few bytes per name.
+    """A dict of flat names to paths, which pickles as a few bytes per name.
 
-    `empties` are the paths of dicts without content, which have no name.
+    `empties` are the paths of empty dicts, which have no name.
     """
 
     def __init__(self, paths: Any = (), empties: Iterable[StatePath] = ()) -> None:
@@ -49,7 +49,7 @@ class PathMap(dict[str, StatePath]):
 
     @property
     def is_regular(self) -> bool:
-        """Whether each name is its path, joined with dots. Planners may put others in."""
+        """Whether each name is its path joined by dots. Custom planners may add others."""
         return all(
             isinstance(path, tuple) and name == ".".join(map(str, path))
             for name, path in self.items()
@@ -64,9 +64,9 @@ class PathMap(dict[str, StatePath]):
             self.empties = tuple(dict.fromkeys((*self.empties, *more)))
 
     def pack(self) -> bytes:
-        """These paths in a deterministic, compact form, if they are regular."""
-        # A path is its name cut into pieces: only the lengths need to be stored,
-        # negative for positions in a list, with a mark for keys that were integers.
+        """Encode regular paths in a deterministic, compact form."""
+        # A path is its name cut into pieces, so only the lengths are stored: negative for
+        # positions in a list, with a flag for keys that were integers.
         packed: list[Any] = [list(self), [_cuts(path) for path in self.values()]]
         if self.empties:
             packed.append([(".".join(map(str, path)), _cuts(path)) for path in self.empties])
@@ -116,7 +116,7 @@ def _path(name: str, cuts: list[int]) -> StatePath:
 
 
 def _integer(text: str) -> int | None:
-    """The integer that is written exactly so; "03" is text."""
+    """The integer that `text` is the canonical form of; "03" is not one."""
     if not text.removeprefix("-").isdecimal() or len(text) > _MOST_DIGITS:
         return None
     number = int(text)
@@ -127,11 +127,11 @@ _ELEMENTS_PER_PART, _ELEMENTS_AT_LEAST = 16, 1 << 16
 _MOST_ALIKE = 64
 
 
-def paths_in(told: Any, names: Collection[str]) -> PathMap:
-    """Paths in what a planner of the user's left in a checkpoint, for whatever purpose."""
+def paths_in(planner_data: Any, names: Collection[str]) -> PathMap:
+    """The valid paths in the planner data that a custom planner stored."""
     paths = PathMap(
         (name, tuple(path))
-        for name, path in (told.items() if isinstance(told, Mapping) else ())
+        for name, path in (planner_data.items() if isinstance(planner_data, Mapping) else ())
         if isinstance(name, str)
         and name in names
         and isinstance(path, list | tuple)
@@ -145,10 +145,10 @@ def paths_in(told: Any, names: Collection[str]) -> PathMap:
 
 
 def check_paths(paths: PathMap) -> None:
-    """Raise ValueError for paths that take more to follow than to store.
+    """Raise ValueError for paths that take much more memory to follow than to store.
 
-    All lists together are not much longer than there are steps in all paths. Only older
-    checkpoints have lists with positions that nothing is at.
+    The lists that they make may not be much longer than the paths. Only older checkpoints
+    have lists with gaps.
     """
     nodes: dict[tuple[int, str | int], int] = {}
     longest: dict[int, int] = {}
@@ -167,7 +167,7 @@ def check_paths(paths: PathMap) -> None:
                 longest[node] = max(longest.get(node, 0), key + 1)
             node = nodes.setdefault((node, key), len(nodes) + 1)
         for key in path:
-            # Small integers have different hashes.
+            # Only large integers can have equal hashes.
             if isinstance(key, IntKey) and len(key) > 18:
                 alike.setdefault(hash(int(key)), set()).add(key)
     if sum(longest.values()) > _ELEMENTS_PER_PART * steps + _ELEMENTS_AT_LEAST:
@@ -177,9 +177,9 @@ def check_paths(paths: PathMap) -> None:
 
 
 def keys_above(path: StatePath, keys: Collection[str], longest: int) -> Iterator[str]:
-    """Those of `keys` that name the value at `path`, or a container that it lies in.
+    """Those of `keys` that name the value at `path` or a container around it.
 
-    None of the keys is longer than `longest`.
+    `longest` is the length of the longest key.
     """
     spelled, end = ".".join(map(str, path)), 0
     for part in path:
@@ -192,9 +192,9 @@ def keys_above(path: StatePath, keys: Collection[str], longest: int) -> Iterator
 
 
 def set_element(root_dict: MutableMapping[str, Any], path: StatePath, value: Any) -> None:
-    """Put `value` at `path`, making dicts and lists on the way where there are none."""
+    """Put `value` at `path`, creating dicts and lists on the way as needed."""
     container: Any = root_dict
-    # The container that can be changed, and the tuples in it that would have to be replaced.
+    # A mutable container, and the tuples inside of it that have to be replaced.
     above: list[tuple[Any, Any]] = []
     for depth, key in enumerate(path, 1):
         if isinstance(container, Mapping):
@@ -217,7 +217,7 @@ def set_element(root_dict: MutableMapping[str, Any], path: StatePath, value: Any
 
 
 def _put(above: list[tuple[Any, Any]], value: Any) -> None:
-    """Put `value` into the last of the containers `above`, each of which holds the next."""
+    """Put `value` into the last of the containers `above`, each of which contains the next."""
     for container, key in reversed(above):
         if isinstance(container, tuple):
             elements = [*container]
@@ -236,7 +236,7 @@ def _inner(container: Any, key: Any) -> Any:
 
 
 def existing_key(container: Mapping[Any, Any], key: str | int) -> Any:
-    """The key of `container` that reads like `key`, or is to; integers are stored as text."""
+    """The key of `container` that `key` stands for: integers are stored as strings."""
     if key in container or not isinstance(key, str):
         return key
     number = _integer(key)

@@ -1,9 +1,9 @@
-"""Which part of a tensor a rank holds, given a mesh and placements: integers only.
+"""Which regions of a tensor a rank holds, given a mesh and placements. Integers only.
 
-Along one dimension the part is a list of runs `(start, length)`. It is a single run
-except for strided placements, which interleave. Sharding left to right over the mesh
-dimensions, as DTensor does, cuts the list of runs again and again; the regions are the
-products of the runs of all dimensions.
+Along one dimension, a rank holds a list of runs `(start, length)`: a single run, except for
+strided placements, which interleave. Each mesh dimension that shards the tensor dimension
+cuts the runs again, left to right as DTensor does. The regions are the products of the runs
+of all dimensions.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def local_regions(
 ) -> tuple[Region, ...]:
     """The regions of a tensor of `shape` that are left on this rank after all `cuts`.
 
-    There is always at least one; it is empty, and begins at the end of the dimension,
-    when the rank got nothing. With `right_to_left`, cuts are made in reverse and each
-    is a plain one: the order in which FSDP shards what tensor parallelism sharded.
+    There is always at least one: an empty one at the end of the dimension if nothing is
+    left. With `right_to_left`, cuts are made in reverse order and none is strided, which is
+    how FSDP shards what tensor parallelism sharded.
     """
     runs: list[Runs] = [((0, size),) for size in shape]
     for cut in reversed(cuts) if right_to_left else cuts:

@@ -1,7 +1,7 @@
-"""Values of a state dict as shards: regions of a global tensor with local memory.
+"""The shards of a tensor on this rank: regions of the global tensor, and their memory.
 
-Knows DTensor, ShardedTensor (also nested in one another), plain tensors, and tensor
-subclasses that describe themselves through torch's checkpointable protocol.
+Handles DTensor, ShardedTensor (also nested in each other), plain tensors, and tensor
+subclasses that implement torch's checkpointable protocol.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class HeldShards:
-    """The shards of a tensor that this rank holds, without the mesh that says so.
+    """The shards of a tensor on this rank, without a mesh.
 
-    Stands for a DTensor or ShardedTensor in a process that has no process group.
+    Takes the place of a DTensor or ShardedTensor in a process without a process group.
     """
 
     dtype: torch.dtype
@@ -88,7 +88,7 @@ class HeldShards:
 
 
 def held_shards(value: torch.Tensor) -> HeldShards:
-    """What this rank holds of a sharded tensor."""
+    """The shards of a sharded tensor on this rank."""
     return HeldShards(
         value.dtype,
         tuple(value.size()),
@@ -98,10 +98,10 @@ def held_shards(value: torch.Tensor) -> HeldShards:
 
 
 class DTensorReader:
-    """Reads the layout of DTensors, remembering meshes and placements it has seen.
+    """Computes the regions of DTensors, with a cache of meshes and placements.
 
-    A model has thousands of DTensors but few layouts. Make one for each planning call:
-    meshes are remembered by identity.
+    A model has thousands of DTensors but few layouts. Make one reader per planning call,
+    since meshes are cached by identity.
     """
 
     def __init__(self) -> None:
@@ -136,8 +136,8 @@ class DTensorReader:
         shape = tuple(tensor._spec.shape)
         local_shape = tuple(tensor._local_tensor.shape)
         if _looks_like_fsdp_over_tp(cuts):
-            # FSDP cuts what tensor parallelism has cut. With even sizes the strided placement
-            # says the same; with uneven ones only the order in which it was done is right.
+            # FSDP shards what tensor parallelism sharded. With uneven sizes the strided
+            # placement describes that wrongly: cut in the order in which it was done.
             regions = local_regions(shape, cuts, right_to_left=True)
             if _extent(regions) == local_shape:
                 return regions
@@ -153,7 +153,7 @@ class DTensorReader:
 
 
 def _looks_like_fsdp_over_tp(cuts: Sequence[Cut]) -> bool:
-    """Whether one strided cut skips just the parts that later cuts of its dimension make."""
+    """Whether there is one strided cut, whose stride matches the later cuts of its dimension."""
     strided = [i for i, cut in enumerate(cuts) if cut.split_factor > 1]
     if len(strided) != 1:
         return False
@@ -163,7 +163,7 @@ def _looks_like_fsdp_over_tp(cuts: Sequence[Cut]) -> bool:
 
 
 def _extent(regions: Sequence[Region]) -> tuple[int, ...]:
-    """The shape of the local tensor that holds `regions`, the last of which ends it."""
+    """The shape of the local tensor that holds `regions`."""
     last = regions[-1]
     return tuple(a + b for a, b in zip(last.local_offsets, last.sizes, strict=True))
 
@@ -188,12 +188,12 @@ def _cuts(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is a tensor whose own memory is all there is to it."""
+    """Whether `value` is a torch.Tensor or Parameter, rather than another subclass."""
     return type(value) in _PLAIN
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether `value` may be a part of a tensor that lives on several ranks."""
+    """Whether `value` may be distributed over several ranks."""
     return isinstance(value, DTensor | ShardedTensor | HeldShards)
 
 
@@ -208,13 +208,13 @@ def plain_local_tensor(value: Any) -> torch.Tensor | None:
 
 
 def whole_local_tensor(value: Any, sizes: Sequence[int]) -> torch.Tensor | None:
-    """All that this rank holds of a tensor, if it is one block of the given sizes."""
+    """The local memory of a tensor if it is one block of the given sizes, or else None."""
     local = value if type(value) in _PLAIN else plain_local_tensor(value)
     return local if local is not None and local.shape == sizes else None
 
 
 def shards_of_all_ranks(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
-    """Offsets and sizes of the shards of a ShardedTensor on all ranks; None if it is none."""
+    """Offsets and sizes of the shards of a ShardedTensor on all ranks; None for other values."""
     if not isinstance(value, ShardedTensor):
         return None
     return [
@@ -224,12 +224,12 @@ def shards_of_all_ranks(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ..
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one block of elements, rather than sparse or quantized."""
+    """Whether a tensor is neither sparse nor quantized."""
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def composite_shards(fqn: str, value: Any) -> list[LocalShard] | None:
-    """The shards of a tensor that consists of others, on this rank; None if it is not such."""
+    """The shards of a composite tensor on this rank; None for other values."""
     if type(value) in _PLAIN:
         return None
     local = value._local_tensor if isinstance(value, DTensor) else value
@@ -237,7 +237,7 @@ def composite_shards(fqn: str, value: Any) -> list[LocalShard] | None:
 
 
 def check_memory(fqn: str, tensor: Any) -> None:
-    """Refuse a tensor subclass that has no memory of its own, which could only be misread."""
+    """Refuse a tensor subclass without memory of its own, which would be misread."""
     if type(tensor) in _PLAIN or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         return
     if tensor.numel() and tensor.data_ptr() == 0:
@@ -249,7 +249,7 @@ def check_memory(fqn: str, tensor: Any) -> None:
 
 
 def check_allocated(fqn: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose storage was freed or shrunk: touching it would end the process."""
+    """Refuse a tensor whose storage was freed or shrunk: reading it would crash the process."""
     if not is_allocated(tensor):
         raise UnsupportedLayoutError(
             f"the memory of {fqn!r} was freed or shrunk, as FSDP does with parameters in use: "
@@ -265,9 +265,9 @@ def check_local_memory(fqn: str, value: Any) -> None:
 
 
 def describes_itself(value: Any, method: str) -> bool:
-    """Whether `value` implements `method` of the checkpointable protocol by its own code.
+    """Whether `value` implements `method` of torch's checkpointable protocol itself.
 
-    A DTensor has the methods too, but passes the question on to its local tensor.
+    A DTensor has the methods too, but delegates them to its local tensor.
     """
     if is_plain(value):
         return False
@@ -287,7 +287,7 @@ def takes_part(fqn: str, value: Any, reader: DTensorReader | None = None) -> boo
 def local_shards(
     fqn: str, value: torch.Tensor | HeldShards, reader: DTensorReader | None = None
 ) -> Iterator[LocalShard]:
-    """The shards of `value` on this rank, nested sharded tensors resolved."""
+    """The shards of `value` on this rank, with nested sharded tensors resolved."""
     if isinstance(value, DTensor):
         local = value._local_tensor
         regions = (reader or DTensorReader()).regions(fqn, value)
@@ -319,7 +319,7 @@ def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
 
 
 def wanted_regions(fqn: str, value: Any, reader: DTensorReader) -> list[Box]:
-    """The regions of `value` that this rank wants to fill."""
+    """The regions of `value` that a load fills on this rank."""
     if plain_local_tensor(value) is not None:
         return [(region.offsets, region.sizes) for region in reader.regions(fqn, value)]
     if describes_itself(value, "__create_chunk_list__"):
@@ -369,7 +369,7 @@ def find_tensor_shard(
 def find_state_dict_object(
     state_dict: STATE_DICT_TYPE, index: MetadataIndex, reader: DTensorReader | None = None
 ) -> Any:
-    """The value that `index` names; of a sharded tensor, the local memory of the shard."""
+    """The value that `index` names: for a sharded tensor, the local memory of the shard."""
     if index.fqn not in state_dict:
         raise ValueError(f"there is no FQN {index.fqn!r} in the state dict")
     value = state_dict[index.fqn]

@@ -66,7 +66,7 @@ def is_allocated(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         spanned = tensor.numel()
     elif tensor.is_nested:
-        # Of several shapes.
+        # It has several shapes.
         spanned = tensor.numel()
     else:
         spanned = elements_spanned(tensor.shape, tensor.stride())
@@ -76,12 +76,12 @@ def is_allocated(tensor: torch.Tensor) -> bool:
     lead = tensor.storage_offset() * itemsize
     if tensor.untyped_storage().nbytes() < lead + spanned * itemsize:
         return tensor.is_meta
-    # A wrapper subclass has a storage with a size but without an address.
+    # The storage of a wrapper subclass has a size but no address.
     return tensor.data_ptr() not in (0, lead) or tensor.is_meta
 
 
 def _sparse_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The dense tensors that a sparse one consists of; none for other layouts."""
+    """The dense tensors inside of a sparse one; none for other layouts."""
     if tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -1,4 +1,4 @@
-"""Tensor subclasses that have no memory of their own, but say what they consist of."""
+"""Tensor subclasses without memory of their own, which consist of other tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["is_composite", "join_parts", "split_parts"]
 
 
 def is_composite(value: Any) -> bool:
-    """Whether `value` is all in its parts."""
+    """Whether `value` consists of other tensors, and of nothing else."""
     kind = type(value)
     return (
         isinstance(value, torch.Tensor)
         and hasattr(kind, "__tensor_flatten__")
         and not isinstance(value, DTensor | AsyncCollectiveTensor)
-        # It describes itself to checkpoints, and better.
+        # It implements torch's checkpointable protocol, which says more.
         and not hasattr(kind, "__create_write_items__")
         and not value.is_nested
         and value.data_ptr() == 0
@@ -27,7 +27,7 @@ def is_composite(value: Any) -> bool:
 
 
 def split_parts(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors that a tensor consists of, by name, and what else it needs to be itself."""
+    """The tensors that a tensor consists of by name, and the context to rebuild it."""
     names, context = tensor.__tensor_flatten__()
     values = {name: getattr(tensor, name) for name in names}
     return {n: value for n, value in values.items() if isinstance(value, torch.Tensor)}, context
@@ -36,7 +36,7 @@ def split_parts(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
 def join_parts(
     like: Any, parts: Mapping[str, torch.Tensor], sizes: Sequence[int] | None = None
 ) -> Any:
-    """A tensor like another, but of other parts, and of other sizes if they are given."""
+    """A tensor like another with other parts, and optionally other sizes."""
     names, context = like.__tensor_flatten__()
     values = {name: getattr(like, name) for name in names} | dict(parts)
     shape, stride = like.shape, like.stride()
