@@ -22,9 +22,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from reshard.api import StateDictError, UnsupportedLayoutError
 from reshard.rank_values import PerRank, per_rank
-from reshard.snapshots.layout import Layout
 from reshard.snapshots.rebuild import rebuild
-from reshard.snapshots.survey import survey
+from reshard.snapshots.survey import Layout, survey
 from support.fake_ranks import as_rank, distributed, mesh_of
 from support.mappings import View
 from support.subclasses import Opaque, Scaled, Tagged

@@ -87,15 +87,8 @@ class _Pickler(pickle.Pickler):
         address = obj.data_ptr() if obj.numel() else self._begin
         if not self._begin <= address < self._end or obj.is_quantized:
             return None
-        return (
-            address - self._begin,
-            obj.dtype,
-            tuple(obj.shape),
-            obj.stride(),
-            obj.requires_grad,
-            obj.is_conj(),
-            obj.is_neg(),
-        )
+        bits = obj.requires_grad, obj.is_conj(), obj.is_neg()
+        return address - self._begin, obj.dtype, tuple(obj.shape), obj.stride(), *bits
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from reshard.engine.process_wide import ProcessWide
-from reshard.snapshots.layout import Layout
 from reshard.snapshots.rebuild import rebuild
 from reshard.snapshots.segments import Segment
-from reshard.snapshots.survey import Survey, addresses_in, survey
+from reshard.snapshots.survey import Layout, Survey, addresses_in, survey
 
 __all__ = ["Buffer", "LastLease", "Lease", "Staged", "StagingPool", "staging_pool"]
 

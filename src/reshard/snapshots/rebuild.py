@@ -13,7 +13,7 @@ import torch
 
 from reshard.api import UnsupportedLayoutError
 from reshard.snapshots.survey import Survey
-from reshard.tensors.nesting import PLAIN, Walk
+from reshard.tensors.nesting import PLAIN, Walk, replace_elements
 from reshard.tensors.parts import TensorParts
 
 __all__ = ["rebuild"]
@@ -29,6 +29,8 @@ def rebuild(
 
 class _Rebuilding(Walk):
     skipped = PLAIN | {torch.dtype, torch.device}
+    # A container in two places is one copy in two places, as in the survey.
+    enters_once = True
 
     def __init__(self, plan: Survey, copies: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -47,21 +49,13 @@ class _Rebuilding(Walk):
         return parts.join([self._tensor(part) for part in parts.tensors])
 
     def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
-        kind = type(container)
-        if kind is dict:
-            return {**container, **changed}
+        if type(container) in (dict, list):
+            return replace_elements(container, changed)
         if isinstance(container, Mapping):
-            return _refilled(container, {**container, **changed})
+            return _refilled(container, replace_elements(container, changed))
         if isinstance(container, list | tuple):
-            elements = [*container]
-            for place, value in changed.items():
-                elements[place] = value
-            return elements if kind is list else _sequence_like(container, elements)
+            return _sequence_like(container, replace_elements([*container], changed))
         return container.__replace_value__(changed.get(None, container.value))
-
-    def is_final(self, changed: dict[Any, Any]) -> bool:
-        # A container in two places is one copy in two places, as in the survey.
-        return True
 
 
 def _deep(value: Any, path: Sequence[Any]) -> Any:

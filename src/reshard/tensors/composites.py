@@ -21,7 +21,8 @@ from reshard.format.values import OpaqueValue, encode_value, is_pickled
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.nesting import Walk
 from reshard.tensors.paths import PathMap, StatePath, set_element
-from reshard.tensors.shards import Box, LocalShard, composite_shards
+from reshard.tensors.shards import Box, LocalShard, composite_shards, narrow
+from reshard.tensors.storages import contiguous_strides
 from reshard.tensors.subclasses import join_parts, split_parts
 
 __all__ = [
@@ -237,20 +238,13 @@ class _Cut:
         kind = type(self.target).__name__
         try:
             with torch.no_grad():
-                source = _narrowed(join_parts(self.target, self.parts, self.sizes), self.out_of)
-                _narrowed(target, self.into).copy_(source)
+                source = narrow(join_parts(self.target, self.parts, self.sizes), self.out_of)
+                narrow(target, self.into).copy_(source)
         except Exception as error:
             raise ShapeMismatchError(
                 f"{self.name!r} was saved in another layout, and a {kind} cannot be cut for this "
                 f"one: {type(error).__name__}: {error}. Load it in the layout it was saved with"
             ) from error
-
-
-def _narrowed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (begin, length) in enumerate(zip(*box, strict=True)):
-        if length != tensor.size(dim):
-            tensor = tensor.narrow(dim, begin, length)
-    return tensor
 
 
 def _within(box: Box, frame: Box) -> Box:
@@ -388,8 +382,8 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
             common = None if box is None else (box if box == wanted else overlapping(box, wanted))
             if box is not None and common is not None:
                 sizes = torch.Size(box[1])
-                whole = kind.__tensor_unflatten__(parts, context, sizes, _strides(sizes))
-                pieces[common] = _narrowed(whole, _within(common, box))
+                whole = kind.__tensor_unflatten__(parts, context, sizes, contiguous_strides(sizes))
+                pieces[common] = narrow(whole, _within(common, box))
                 if common != box:
                     # A view would keep the whole shard in memory.
                     own = {n: part.clone() for n, part in split_parts(pieces[common])[0].items()}
@@ -425,10 +419,6 @@ def _concatenated(pieces: Mapping[Box, Any], wanted: Box) -> Any:
         for part, tensor in whole.items()
     }
     return join_parts(first, parts, wanted[1])
-
-
-def _strides(sizes: torch.Size) -> tuple[int, ...]:
-    return torch.empty(sizes, device="meta").stride()
 
 
 def _find_class(name: str, class_name: str) -> Any:

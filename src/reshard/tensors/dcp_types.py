@@ -5,6 +5,7 @@ Tensor subclasses that implement torch's checkpointable protocol use them.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -30,9 +31,5 @@ def to_properties(properties: Any) -> TensorProperties:
     if isinstance(properties, TensorProperties):
         return properties
     return TensorProperties(
-        dtype=properties.dtype,
-        layout=properties.layout,
-        requires_grad=properties.requires_grad,
-        memory_format=properties.memory_format,
-        pin_memory=properties.pin_memory,
+        **{f.name: getattr(properties, f.name) for f in fields(TensorProperties)}
     )

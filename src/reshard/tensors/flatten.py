@@ -98,6 +98,8 @@ class _Flattening(Walk):
     """Visits the values of a state dict. `empties` are the paths of empty dicts."""
 
     skipped = frozenset()
+    # The same values have other names elsewhere.
+    enters_once = False
 
     def __init__(self, visitor: Callable[[StatePath, Any], None], search: _Search) -> None:
         super().__init__()
@@ -131,10 +133,6 @@ class _Flattening(Walk):
     def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
         return container
 
-    def is_final(self, changed: dict[Any, Any]) -> bool:
-        # The same values have other names elsewhere.
-        return False
-
 
 def _checked_key(key: Any, container: Mapping[Any, Any], path: list[Any]) -> str:
     if isinstance(key, str):
@@ -164,6 +162,9 @@ class _Found(Exception):  # noqa: N818 - control flow, never seen by a user
 
 class _Search(Walk):
     """Decides which containers are entered, rather than being values. Looks into each once."""
+
+    # See `_known`: it matters where a container lies.
+    enters_once = False
 
     def __init__(self, rules: Rules, worth_entering: Callable[[Any], bool]) -> None:
         super().__init__()
@@ -229,10 +230,6 @@ class _Search(Walk):
     def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
         self._known[self._open.pop()] = False
         return container
-
-    def is_final(self, changed: dict[Any, Any]) -> bool:
-        # `_known` says more: where a container lies matters.
-        return False
 
     def cycle(self, container: Any) -> Any:
         raise StateDictError(

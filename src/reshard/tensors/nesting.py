@@ -42,6 +42,8 @@ class Walk:
 
     skipped: frozenset[type] = PLAIN
     """Types of values that `leaf` is not called for."""
+    enters_once: bool | None = None
+    """Whether a container that is met again has the same result; None: if nothing changed."""
 
     def __init__(self) -> None:
         self.path: list[Any] = []
@@ -61,10 +63,6 @@ class Walk:
     def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
         """What to put in the place of a container, given the new elements by key."""
         return replace_elements(container, changed) if changed else container
-
-    def is_final(self, changed: dict[Any, Any]) -> bool:
-        """Whether the result for a container holds wherever else it is met."""
-        return not changed
 
     def cycle(self, container: Any) -> Any:
         """What to put in the place of a container that is met inside of itself."""
@@ -117,7 +115,7 @@ class Walk:
                     path.pop()
                 container, above = frame.container, frames[-1]
                 new = self.leave(container, changed)
-                if self.is_final(changed):
+                if self.enters_once or (self.enters_once is None and not changed):
                     seen[id(container)] = container, new
                 else:
                     del seen[id(container)]

@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from reshard.tensors.groups import default_device
 from reshard.tensors.shards import Box, local_shards
+from reshard.tensors.storages import contiguous_strides
 
 __all__ = [
     "chunk_sharded",
@@ -60,14 +61,13 @@ def _like_dtensor(parameter: DTensor, size: torch.Size, dtype: torch.dtype) -> t
         return torch.empty(size, dtype=dtype, device=device)
     same = size == parameter.size()
     placements = parameter.placements if same else [Replicate()] * parameter.device_mesh.ndim
-    stride = torch.empty(size, device="meta").stride()
     return DTensor.from_local(
         torch.empty(local.shape if same else size, dtype=dtype, device=device),
         device_mesh=parameter.device_mesh,
         placements=placements,
         run_check=False,
         shape=size,
-        stride=stride,
+        stride=contiguous_strides(size),
     )
 
 

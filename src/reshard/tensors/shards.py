@@ -40,6 +40,7 @@ __all__ = [
     "is_plain",
     "is_sharded",
     "local_shards",
+    "narrow",
     "plain_local_tensor",
     "shards_of_all_ranks",
     "takes_part",
@@ -292,9 +293,8 @@ def local_shards(
         local = value._local_tensor
         regions = (reader or DTensorReader()).regions(fqn, value)
         for region in regions:
-            view = (
-                local if len(regions) == 1 else _narrow(local, region.local_offsets, region.sizes)
-            )
+            box = region.local_offsets, region.sizes
+            view = local if len(regions) == 1 else narrow(local, box)
             yield LocalShard(region.offsets, region.sizes, view)
     elif isinstance(value, HeldShards):
         yield from value.shards
@@ -311,10 +311,11 @@ def local_shards(
         yield LocalShard((0,) * value.dim(), tuple(value.shape), value)
 
 
-def _narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A region of a tensor, as a view."""
+    for dim, (begin, length) in enumerate(zip(*box, strict=True)):
+        if length != tensor.size(dim):
+            tensor = tensor.narrow(dim, begin, length)
     return tensor
 
 

@@ -10,6 +10,7 @@ import torch
 __all__ = [
     "MKLDNN",
     "bytes_spanned",
+    "contiguous_strides",
     "copy_all",
     "elements_spanned",
     "is_allocated",
@@ -26,6 +27,10 @@ def elements_spanned(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def bytes_spanned(tensor: torch.Tensor) -> int:

@@ -9,6 +9,8 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from reshard.tensors.storages import contiguous_strides
+
 __all__ = ["is_composite", "join_parts", "split_parts"]
 
 
@@ -41,6 +43,5 @@ def join_parts(
     values = {name: getattr(like, name) for name in names} | dict(parts)
     shape, stride = like.shape, like.stride()
     if sizes is not None and tuple(sizes) != tuple(shape):
-        shape = torch.Size(sizes)
-        stride = torch.empty(shape, device="meta").stride()
+        shape, stride = torch.Size(sizes), contiguous_strides(sizes)
     return type(like).__tensor_unflatten__(values, context, shape, stride)

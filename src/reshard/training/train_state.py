@@ -189,9 +189,9 @@ class TrainState:
         """
         left_out: list[str] = []
         kept = dict(template)
-        for part in ("model", "optimizer"):
+        for part, kind in (("model", torch.Tensor), ("optimizer", object)):
             if part in kept:
-                pruning = _Pruning(f"{key}.{part}", unwanted, tensors_only=part == "model")
+                pruning = _Pruning(f"{key}.{part}", unwanted, kind)
                 kept[part] = pruning.run(kept[part])
                 left_out += pruning.left_out
         return kept, left_out
@@ -227,16 +227,18 @@ class TrainState:
 
 
 class _Pruning(Walk):
-    """Leaves out unwanted tensors, or all unwanted values, of a template that is at `prefix`."""
+    """Leaves unwanted values of a type out of the template at `prefix`."""
 
     skipped = frozenset()
+    # Whether a value is wanted depends on its name.
+    enters_once = False
 
-    def __init__(self, prefix: str, unwanted: Callable[[str], bool], tensors_only: bool) -> None:
+    def __init__(self, prefix: str, unwanted: Callable[[str], bool], kind: type) -> None:
         super().__init__()
         self.left_out: list[str] = []
         self._prefix = prefix
         self._unwanted = unwanted
-        self._tensors_only = tensors_only
+        self._kind = kind
 
     def _name(self) -> str:
         return ".".join([self._prefix, *map(str, self.path)])
@@ -249,7 +251,7 @@ class _Pruning(Walk):
 
     def leaf(self, value: Any) -> Any:
         name = self._name()
-        if not self._unwanted(name) or (self._tensors_only and not isinstance(value, torch.Tensor)):
+        if not self._unwanted(name) or not isinstance(value, self._kind):
             return value
         self.left_out.append(name)
         return _LEFT_OUT
@@ -257,10 +259,6 @@ class _Pruning(Walk):
     def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
         kept = {**container, **changed}
         return {key: value for key, value in kept.items() if value is not _LEFT_OUT}
-
-    def is_final(self, changed: dict[Any, Any]) -> bool:
-        # Whether a value is wanted depends on its name.
-        return False
 
 
 _LEFT_OUT = object()
