@@ -14,10 +14,11 @@ import torch
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex
 from reshard.planner import LoadItemType, ReadItem, WriteItem, WriteItemType
 from reshard.planning.columns import DTYPES, SHARD
-from reshard.plans.chunk_lists import ChunkList, chunk_columns
+from reshard.plans.entries import ChunkList, chunk_columns
 from reshard.plans.lazy_list import LazyList
 from reshard.plans.read_items import ReadItems, read_columns
 from reshard.plans.write_items import RowBuilder, WriteItems, write_columns
+from support.boxes import Box, Tiled, chunks_of
 
 
 class Words(LazyList[str]):
@@ -200,7 +201,7 @@ def write_items() -> WriteItems:
 
 
 def chunk_list() -> ChunkList:
-    return ChunkList(np.array([[0, 0], [2, 0]]), np.array([[2, 6], [2, 6]]))
+    return ChunkList(chunks_of([Tiled((4, 6), [Box((0, 0), (2, 6)), Box((2, 0), (4, 6))])]), 0)
 
 
 def read_item(fqn: str, start: int) -> ReadItem:

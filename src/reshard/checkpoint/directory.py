@@ -16,7 +16,9 @@ from reshard.api import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from reshard.checkpoint.contents import merge_planner_data, to_manifest, to_metadata
+from reshard.checkpoint.planner_data import merge_planner_data
+from reshard.checkpoint.to_manifest import to_manifest
+from reshard.checkpoint.to_metadata import to_metadata
 from reshard.format.manifest import (
     MANIFEST_LIMIT_BYTES,
     Manifest,

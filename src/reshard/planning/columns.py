@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "SHARD",
     "TENSOR",
     "Bools",
+    "ChunkTable",
     "Ints",
     "Schema",
     "WriteColumns",
@@ -111,6 +113,48 @@ class WriteColumns:
             self.nbytes[rows],
             position_of[self.aliases[rows]],
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """Tensors and the chunks that they are cut into, as planned or as stored.
+
+    The chunks of tensor `t` are rows `starts[t]` to `starts[t + 1]` of `offsets` and
+    `sizes`. `aliases[t]` is the tensor that holds the data of tensor `t`, or -1.
+    """
+
+    names: Sequence[str]
+    dtypes: Ints
+    flags: Ints
+    ndims: Ints
+    shapes: Ints
+    aliases: Ints
+    starts: Ints
+    offsets: Ints
+    sizes: Ints
+
+    @property
+    def owners(self) -> Ints:
+        """The tensor that each chunk belongs to."""
+        return np.repeat(np.arange(len(self.shapes)), np.diff(self.starts))
+
+    @cached_property
+    def sources(self) -> Ints:
+        """The tensor that holds the data of each tensor: itself, unless it is an alias."""
+        return np.where(self.aliases < 0, np.arange(len(self.aliases)), self.aliases)
+
+    @cached_property
+    def row_of(self) -> dict[str, int]:
+        """The tensor of each name."""
+        return {name: tensor for tensor, name in enumerate(self.names)}
+
+    def shape_of(self, tensor: int) -> tuple[int, ...]:
+        return tuple(self.shapes[tensor, : self.ndims[tensor]].tolist())
+
+    def of(self, tensor: int) -> tuple[Ints, Ints]:
+        """The offsets and sizes of one tensor's chunks."""
+        rows = slice(int(self.starts[tensor]), int(self.starts[tensor + 1]))
+        return self.offsets[rows], self.sizes[rows]
 
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:

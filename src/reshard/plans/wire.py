@@ -30,7 +30,7 @@ from reshard.planning.packing import (
     unpack_schema,
 )
 from reshard.plans.read_items import ReadItems, pack_read_columns, read_columns, unpack_read_columns
-from reshard.plans.results import Placement, WriteResults, WrittenFile
+from reshard.plans.results import WriteResults, WrittenColumns, WrittenFile
 from reshard.plans.write_items import WriteItems, write_columns
 from reshard.storage import WriteResult
 from reshard.tensors.flatten import PathMap
@@ -208,7 +208,7 @@ def encode_results(results: Sequence[WriteResult], as_answered: bool) -> bytes:
     """What became of a plan. With `as_answered`, its items are those that were sent back."""
     if not isinstance(results, WriteResults) or not results.untouched:
         return msgspec.msgpack.encode((None, pickle.dumps(list(results)), 0, None))
-    placement = results.placement
+    placement = results.written
     numbers = np.stack(
         (
             placement.file_ids,
@@ -243,7 +243,7 @@ def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResu
     table = unpack_array(numbers, count)
     file_ids, begins, nbytes, checksums, pickled = table.T
     written = [WrittenFile(*file) for file in files]
-    where = Placement(written, file_ids, begins, nbytes, checksums, pickled)
+    where = WrittenColumns(written, file_ids, begins, nbytes, checksums, pickled)
     return WriteResults(items, where)  # type: ignore[return-value]
 
 

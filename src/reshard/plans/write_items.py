@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ __all__ = [
     "WriteItems",
     "flags_of",
     "properties_from",
-    "properties_of",
+    "untouched_items",
     "write_columns",
 ]
 
@@ -42,6 +42,7 @@ _KIND_OF = {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD, WriteItemT
 _TYPE_OF = {code: kind for kind, code in _KIND_OF.items()}
 
 REQUIRES_GRAD, PINNED, NO_OFFSET = 1, 2, 4
+"""Bits in the `flags` column; the last is about the item, not the tensor."""
 _FORMATS = (
     torch.contiguous_format,
     torch.channels_last,
@@ -62,6 +63,10 @@ _LAYOUTS = (
 _LAYOUT_SHIFT = 5
 
 
+TensorRow: TypeAlias = tuple[str, torch.dtype | None, list[int], list[int], list[int]]
+"""Name, dtype (None for a value), shape, offsets and sizes."""
+
+
 def flags_of(properties: TensorProperties, has_offset: bool = True) -> int:
     """Everything about a tensor's properties but its dtype, in one number."""
     return (
@@ -71,11 +76,6 @@ def flags_of(properties: TensorProperties, has_offset: bool = True) -> int:
         | _FORMATS.index(properties.memory_format) << _FORMAT_SHIFT
         | _LAYOUTS.index(properties.layout) << _LAYOUT_SHIFT
     )
-
-
-def properties_of(schema: Schema, row: int) -> TensorProperties:
-    """The properties of the tensor that a row of a schema speaks of."""
-    return properties_from(DTYPES[schema.dtypes[row]], int(schema.flags[row]))
 
 
 def properties_from(dtype: torch.dtype, flags: int) -> TensorProperties:
@@ -208,6 +208,11 @@ def write_columns(items: Sequence[WriteItem]) -> WriteColumns:
     return builder.build()
 
 
+def untouched_items(items: Sequence[WriteItem]) -> WriteItems | None:
+    """`items`, if they are columns and nobody has taken an item out of them."""
+    return items if isinstance(items, WriteItems) and items.untouched else None
+
+
 class WriteItems(LazyList[WriteItem]):
     """Write items kept as columns.
 
@@ -255,6 +260,24 @@ class WriteItems(LazyList[WriteItem]):
 
     def _make_all(self) -> list[WriteItem]:
         return self._make(slice(None))
+
+    def tensor_rows(self) -> Iterator[TensorRow]:
+        """What the columns say of each item, without making items."""
+        base, schema = self.base, self.base.schema
+        rows = np.arange(len(base)) if self.rows is None else self.rows
+        columns = zip(
+            rows.tolist(),
+            schema.kinds[rows].tolist(),
+            schema.dtypes[rows].tolist(),
+            schema.ndims[rows].tolist(),
+            schema.shapes[rows].tolist(),
+            base.offsets[rows].tolist(),
+            base.sizes[rows].tolist(),
+            strict=True,
+        )
+        for row, kind, code, dims, shape, offsets, sizes in columns:
+            dtype = None if kind == BYTES else DTYPES[code]
+            yield schema.names[row], dtype, shape[:dims], offsets[:dims], sizes[:dims]
 
     def _make(self, positions: slice) -> list[WriteItem]:
         base, schema = self.base, self.base.schema
