@@ -131,6 +131,13 @@ def test_it_reads_like_a_list(words: Words) -> None:
     assert words.copy() == PLAIN
 
 
+def test_the_repr_of_a_long_list_is_short_and_leaves_the_columns_in_charge() -> None:
+    long = Words("x" * 100_000)
+    assert repr(long) == repr(["xx"] * 10)[:-1] + ", ... and 99990 more]"
+    assert long.made == [*range(10)]
+    assert long.untouched
+
+
 def test_a_copy_is_a_list_of_its_own(words: Words) -> None:
     words.copy().append("x")
     assert words == PLAIN

@@ -10,6 +10,9 @@ __all__ = ["LazyList"]
 
 T = TypeVar("T")
 
+_MOST_SHOWN = 10
+"""How many elements a repr shows; a list may have a million."""
+
 
 class LazyList(MutableSequence[T], Generic[T]):
     """Behaves like a list; costs a Python object per element only for those looked at.
@@ -103,4 +106,12 @@ class LazyList(MutableSequence[T], Generic[T]):
     __hash__ = None  # type: ignore[assignment]  # mutable, as a list is
 
     def __repr__(self) -> str:
-        return repr(self._list())
+        shown = [self._look_at(position) for position in range(min(len(self), _MOST_SHOWN))]
+        rest = len(self) - len(shown)
+        return f"{repr(shown)[:-1]}, ... and {rest} more]" if rest else repr(shown)
+
+    def _look_at(self, position: int) -> T:
+        """An element that is not handed out: whoever gets it must not change it."""
+        if self._elements is not None:
+            return self._elements[position]
+        return self._handed_out.get(position) or self._make_one(position)

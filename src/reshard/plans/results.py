@@ -72,8 +72,10 @@ class WriteResults(LazyList[WriteResult]):
         nbytes = int(written.nbytes[position])
         file = written.files[int(written.file_ids[position])]
         info = StorageInfo(file.path, int(written.begins[position]), nbytes)
+        items = untouched_items(self.items)
+        item = self.items[position] if items is None else items.make(position)
         return StoredResult(
-            self.items[position].index,
+            item.index,
             nbytes,
             info,
             file,
