@@ -270,7 +270,7 @@ class DefaultLoadPlanner(LoadPlanner):
             return
         current, _ = flatten_state_dict(self.original_state_dict)
         if current.keys() != self.state_dict.keys():
-            # A planner of the user's has chosen the names.
+            # A custom planner has chosen the names.
             return
         for rules in (Rules.DCP, Rules.DCP_2_3):
             flat, paths = flatten_state_dict(self.original_state_dict, rules)
@@ -371,14 +371,14 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         return self.keys is None or any(keys_above(path, self.keys, self._longest_key))
 
     def _paths(self, metadata: Metadata) -> PathMap:
-        """The paths of names, as far as the checkpoint has some that make sense."""
-        told = metadata.planner_data
-        if isinstance(told, PathMap):
-            return told
+        """The paths of names, as far as the checkpoint has usable ones."""
+        data = metadata.planner_data
+        if isinstance(data, PathMap):
+            return data
         if self._read_from is not metadata:
             self._read_from, self._read_paths = (
                 metadata,
-                paths_in(told, metadata.state_dict_metadata),
+                paths_in(data, metadata.state_dict_metadata),
             )
         return self._read_paths
 
@@ -436,7 +436,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:
     """What this rank can write of a flat state dict: its shards, and every other value.
 
-    All ranks offer values that all of them have; the global plan chooses who writes.
+    All ranks offer values that all of them have; the global plan chooses one writer.
     """
     return SavePlan(build_write_items(state_dict))
 

@@ -123,7 +123,7 @@ class FileSystemWriter(StorageWriter):
         self.world_size = kwargs.get("world_size") or 1
         self.use_collectives = kwargs.get("use_collectives", True)
         if self._id_is_used:
-            # The writer has saved before, and nobody has reset it since.
+            # The writer was used before, and not reset since.
             self._renew()
 
     def begin_save(self) -> str:

@@ -58,7 +58,7 @@ class OpenSave:
         self._replaces = self.store.version(MANIFEST)
         self.check_may_write(overwrite)
         self._claim = claim_name(self.save_id)
-        # For people who wonder; after a crash of the machine nobody needs it.
+        # For a person who looks; not needed after a crash of the machine.
         who = f"{socket.gethostname()}, process {os.getpid()}, is saving here\n"
         put_new(self.store, self._claim, who.encode(), durable=False)
 

@@ -1,7 +1,7 @@
-"""Metadata that is read from the checkpoint when somebody looks at it.
+"""Metadata that is read from the checkpoint on demand.
 
 Most callers drop what a save returns. So ranks are not sent the metadata, which may be
-large, but are told where it is.
+large, but a reference to it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def can_be_read_back(metadata: Metadata | None) -> bool:
         and isinstance(metadata.storage_data, StorageMap)
         and metadata.storage_meta is not None
         and bool(metadata.storage_meta.save_id)
-        # What planners of users keep there may need a pickle to be read.
+        # Custom planner_data may need a pickle to be read.
         and (metadata.planner_data is None or type(metadata.planner_data) is PathMap)
     )
 

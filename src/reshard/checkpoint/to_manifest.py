@@ -23,7 +23,7 @@ def to_manifest(
     """The manifest of a checkpoint whose ranks wrote `results`."""
     table, values = chunk_table(metadata), values_of(metadata)
     rows = ResultRows(table, values)
-    # One row for each chunk and then each value; -1 says that nobody wrote it.
+    # One row for each chunk and then each value; -1 if it was not written.
     n_chunks = len(table.offsets)
     places = np.full((5, n_chunks + len(values)), -1, dtype=np.int64)
     files: list[WrittenFile] = []

@@ -52,7 +52,7 @@ _MOST_HEADER_BYTES = 1 << 26
 _PICKLE = b"\x80"
 
 MANIFEST_LIMIT_BYTES = 1 << 30
-"""How large a manifest may be unless the reader is told otherwise."""
+"""The default limit on the size of a manifest."""
 
 
 @dataclass(frozen=True, eq=False)

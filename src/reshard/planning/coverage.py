@@ -179,7 +179,7 @@ def find_overlapped(table: ChunkTable, tensors: Ints) -> tuple[Ints, Ints]:
 def describe_problem(
     shape: Sequence[int], offsets: Ints, sizes: Ints, ranks: Ints | None = None
 ) -> str:
-    """In words: which chunks of one tensor overlap, on which ranks, and where a gap is.
+    """Describe which chunks of one tensor overlap, on which ranks, and where a gap is.
 
     Only called when something is known to be wrong, so clarity comes before speed.
     """

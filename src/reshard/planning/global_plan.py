@@ -328,7 +328,7 @@ def list_chunks(
 
 
 def check_planned(table: PlanTable, rows: Ints, chunks: ChunkTable) -> list[str]:
-    """What is wrong with planned chunks, in words. They are known to be in bounds.
+    """Describe what is wrong with planned chunks, which are known to be in bounds.
 
     Several ranks must hold every tensor whole.
     """
@@ -338,7 +338,7 @@ def check_planned(table: PlanTable, rows: Ints, chunks: ChunkTable) -> list[str]
 
 
 def check_coverage(table: ChunkTable, whole: bool, holders: Ints | None = None) -> list[str]:
-    """What is wrong with the chunks of each tensor, in words; empty if nothing is.
+    """Describe what is wrong with the chunks of each tensor; empty if nothing is.
 
     `holders` are the ranks that write the chunks, where known. Without `whole`, only
     overlaps count: the plan of a single rank that holds a part of a tensor is not wrong.

@@ -27,7 +27,7 @@ class PlanCache:
     """
 
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    # Of this rank: its last plan that was accepted, and what it was told to do.
+    # Of this rank: its last accepted plan, and the coordinator's answer to it.
     local_fingerprint: bytes = b""
     final_plan: SavePlan | None = None
     # Of the coordinator: the last plan of each rank, and what came of them.

@@ -128,8 +128,7 @@ def make_entries(
 def _tensor_in(table: ChunkTable, name: str, entry: TensorStorageMetadata) -> int:
     """The tensor of `table` whose chunks an entry stands for; -1 if that is not certain.
 
-    The entry may have another name than the tensor, and be a copy of one of `table`, as
-    long as nobody has looked at its chunks.
+    The entry may be a renamed copy of one of `table`, as long as its chunks are untouched.
     """
     if type(entry) is _TensorEntry:
         is_its = entry.table is table and table.names[entry.tensor] == name
@@ -215,7 +214,7 @@ def values_of(metadata: Metadata) -> list[str]:
 
 
 def chunk_table(metadata: Metadata) -> ChunkTable:
-    """The tensors of a checkpoint as columns; those of its table if nobody looked at one."""
+    """The tensors of a checkpoint as columns: its own table if its entries are untouched."""
     tensors = {
         name: entry
         for name, entry in metadata.state_dict_metadata.items()

@@ -160,6 +160,6 @@ def plan_fingerprint(plan: SavePlan) -> bytes:
     digest.update(pack_placement(columns))
     if isinstance(plan.planner_data, PathMap):
         paths = plan.planner_data
-        told = repr([*paths.items(), paths.empties]).encode()
-        digest.update(paths.pack() if paths.is_regular else told)
+        spelled = repr([*paths.items(), paths.empties]).encode()
+        digest.update(paths.pack() if paths.is_regular else spelled)
     return digest.digest()

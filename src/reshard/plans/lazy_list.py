@@ -1,4 +1,4 @@
-"""A list that makes its elements from columns when somebody looks at them."""
+"""A list that makes its elements from columns on demand."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class LazyList(MutableSequence[T], Generic[T]):
         return f"{repr(shown)[:-1]}, ... and {rest} more]" if rest else repr(shown)
 
     def _look_at(self, position: int) -> T:
-        """An element that is not handed out: whoever gets it must not change it."""
+        """An element for reading only: unlike those handed out, it is not kept."""
         if self._elements is not None:
             return self._elements[position]
         return self._handed_out.get(position) or self._make_one(position)

@@ -1,4 +1,4 @@
-"""Records whose fields are made when somebody looks at them."""
+"""Records whose fields are made on demand."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def _read_item(
 
 
 def untouched_reads(items: Sequence[ReadItem]) -> ReadItems | None:
-    """`items`, if they are columns and nobody has taken an item out of them."""
+    """`items`, if they are columns of which no item was handed out."""
     return items if isinstance(items, ReadItems) and items.untouched else None
 
 

@@ -85,7 +85,7 @@ class WriteResults(LazyList[WriteResult]):
 
 
 def are_results_of(results: Sequence[WriteResult], plan: SavePlan) -> bool:
-    """Whether `results` are of the very items of `plan`, which nobody has looked at since."""
+    """Whether `results` are those of the items of `plan`, as columns."""
     items = getattr(results, "items", None)
     return items is plan.items and untouched_items(plan.items) is not None
 

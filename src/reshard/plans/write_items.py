@@ -209,7 +209,7 @@ def write_columns(items: Sequence[WriteItem]) -> WriteColumns:
 
 
 def untouched_items(items: Sequence[WriteItem]) -> WriteItems | None:
-    """`items`, if they are columns and nobody has taken an item out of them."""
+    """`items`, if they are columns of which no item was handed out."""
     return items if isinstance(items, WriteItems) and items.untouched else None
 
 

@@ -71,7 +71,7 @@ class LocalStore:
 
     def open_reader(self, key: str) -> _LocalReader:
         path = self._path(key)
-        # Not blocking, since to open a pipe would wait for somebody to write to it.
+        # Not blocking: opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         return _LocalReader(path, self._system.open(path, flags), self._system)
 
@@ -125,7 +125,7 @@ class LocalStore:
             try:
                 yield
             finally:
-                # Said aloud: a child that was forked meanwhile holds the descriptor as well.
+                # Explicitly: a child that was forked meanwhile holds the descriptor as well.
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
