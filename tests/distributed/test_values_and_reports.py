@@ -563,5 +563,5 @@ def test_a_save_says_which_values_it_has_to_pickle(
 ) -> None:
     reshard.save({"a": 1, "deep": {"b": Fraction(1, 2)}}, checkpoint_id=tmp_path)
     (record,) = caplog.records
-    assert "1 values" in record.getMessage()
+    assert "1 value at" in record.getMessage()
     assert record.getMessage().endswith("allow_pickle=True: deep.b")

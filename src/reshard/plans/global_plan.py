@@ -25,7 +25,7 @@ from reshard.planning.global_plan import (
     resolve_aliases,
     stack,
 )
-from reshard.planning.packing import pack_placement, pack_schema
+from reshard.planning.packing import pack_regions, pack_schema
 from reshard.plans.entries import chunk_table, make_entries
 from reshard.plans.write_items import NO_OFFSET, WriteItems, untouched_items, write_columns
 from reshard.tensors.flatten import PathMap, StatePath
@@ -157,7 +157,7 @@ def plan_fingerprint(plan: SavePlan) -> bytes:
     """16 bytes that are the same for two plans only if their items and names are."""
     columns = write_columns(plan.items)
     digest = xxhash.xxh3_128(pack_schema(columns.schema))
-    digest.update(pack_placement(columns))
+    digest.update(pack_regions(columns))
     if isinstance(plan.planner_data, PathMap):
         paths = plan.planner_data
         spelled = repr([*paths.items(), paths.empties]).encode()

@@ -24,7 +24,7 @@ from reshard.planning.columns import (
     WriteColumns,
     pad_rows,
 )
-from reshard.planning.packing import pack_placement, pack_schema, unpack_placement, unpack_schema
+from reshard.planning.packing import pack_regions, pack_schema, unpack_regions, unpack_schema
 from reshard.plans.lazy_list import LazyList
 
 __all__ = [
@@ -303,7 +303,7 @@ class WriteItems(LazyList[WriteItem]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self.columns()
-        return _unpack_write_items, (pack_schema(columns.schema), pack_placement(columns))
+        return _unpack_write_items, (pack_schema(columns.schema), pack_regions(columns))
 
 
 def _write_item(
@@ -334,5 +334,5 @@ def _write_item(
     )
 
 
-def _unpack_write_items(schema: bytes, placement: bytes) -> WriteItems:
-    return WriteItems(unpack_placement(placement, unpack_schema(schema)))
+def _unpack_write_items(schema: bytes, regions: bytes) -> WriteItems:
+    return WriteItems(unpack_regions(regions, unpack_schema(schema)))
