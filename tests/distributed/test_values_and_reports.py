@@ -564,4 +564,6 @@ def test_a_save_says_which_values_it_has_to_pickle(
     reshard.save({"a": 1, "deep": {"b": Fraction(1, 2)}}, checkpoint_id=tmp_path)
     (record,) = caplog.records
     assert "1 value at" in record.getMessage()
-    assert record.getMessage().endswith("allow_pickle=True: deep.b")
+    assert record.getMessage().endswith(
+        "is stored as a pickle (load with allow_pickle=True): deep.b"
+    )

@@ -204,6 +204,7 @@ class _Collector:
         # Where the row is not known, that of any chunk, which is not used.
         chunks = np.maximum(rows, 0)
         columns = zip(
+            range(len(rows)),
             rows.tolist(),
             base.dest_names.tolist(),
             base.storage_names.tolist(),
@@ -218,13 +219,25 @@ class _Collector:
             strict=True,
         )
         paths: dict[int, str] = {}
-        for i, (row, dest, stored, dims, offsets, lengths, *chunk) in enumerate(columns):
+        for (
+            i,
+            row,
+            dest,
+            stored,
+            dims,
+            offsets,
+            lengths,
+            code,
+            file,
+            begin,
+            digest,
+            sizes,
+        ) in columns:
             here = tuple(lengths[:dims])
             target = None if row < 0 else whole_local_tensor(state_dict[names[dest]], here)
             if target is None:
                 self.add(items.make(i))
                 continue
-            dtype, file, begin, digest, sizes = chunk
             check_allocated(names[dest], target)
             if file not in paths:
                 paths[file] = self._files.open(file)
@@ -235,7 +248,7 @@ class _Collector:
                     paths[file],
                     begin,
                     here if shape == here else shape,
-                    DTYPES[dtype],
+                    DTYPES[code],
                     digest,
                     tuple(offsets[:dims]),
                     here,
