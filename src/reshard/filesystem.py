@@ -122,6 +122,7 @@ class FileSystemWriter(StorageWriter):
         self.rank = kwargs.get("rank") or 0
         self.world_size = kwargs.get("world_size") or 1
         self.use_collectives = kwargs.get("use_collectives", True)
+        self._save = None
         if self._id_is_used:
             # The writer was used before, and not reset since.
             self._renew()

@@ -69,10 +69,12 @@ def _read(
     requests, values = _collect(items, planner, traits, files, storage)
     wanted_bytes = sum(request.nbytes for request in requests)
     where = files.store.location
-    threads = (options.thread_count or default_threads()) if traits.fills_by_itself else 1
-    shows_progress = options.shows_progress and traits.fills_by_itself
-    with watched(f"loading {where}", wanted_bytes, shows_progress) as progress:
-        read_regions(files.readers, requests, files.verify, threads, where, progress.advance)
+    if traits.fills_by_itself:
+        threads = options.thread_count or default_threads()
+        with watched(f"loading {where}", wanted_bytes, options.shows_progress) as progress:
+            read_regions(files.readers, requests, files.verify, threads, where, progress.advance)
+    else:
+        read_regions(files.readers, requests, files.verify, 1, where)
     for item, row in values:
         name = item.storage_index.fqn
         data = files.read_value(name, row)
@@ -199,7 +201,7 @@ class _Collector:
         rows = base.rows_in(m.table)
         if (rows < 0).all():
             for i in range(len(rows)):
-                self.add(items.make(i))
+                self.add(items.look_at(i))
             return
         # Where the row is not known, that of any chunk, which is not used.
         chunks = np.maximum(rows, 0)
@@ -236,7 +238,7 @@ class _Collector:
             here = tuple(lengths[:dims])
             target = None if row < 0 else whole_local_tensor(state_dict[names[dest]], here)
             if target is None:
-                self.add(items.make(i))
+                self.add(items.look_at(i))
                 continue
             check_allocated(names[dest], target)
             if file not in paths:

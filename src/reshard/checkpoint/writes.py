@@ -150,7 +150,7 @@ class _Collector:
             here = tuple(sizes)
             local = None if dtype is None else whole_local_tensor(state_dict[name], here)
             if local is None or local.dtype is not dtype:
-                self.add(items.make(position))
+                self.add(items.look_at(position))
                 continue
             check_allocated(name, local)
             key = _region_key(name, shape, offsets, here)

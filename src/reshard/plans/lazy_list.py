@@ -106,12 +106,12 @@ class LazyList(MutableSequence[T], Generic[T]):
     __hash__ = None  # type: ignore[assignment]  # mutable, as a list is
 
     def __repr__(self) -> str:
-        shown = [self._look_at(position) for position in range(min(len(self), _MOST_SHOWN))]
+        shown = [self.look_at(position) for position in range(min(len(self), _MOST_SHOWN))]
         rest = len(self) - len(shown)
         return f"{repr(shown)[:-1]}, ... and {rest} more]" if rest else repr(shown)
 
-    def _look_at(self, position: int) -> T:
-        """An element for reading only: unlike those handed out, it is not kept."""
+    def look_at(self, position: int) -> T:
+        """An element for reading only. It is not kept, so the columns stay in charge."""
         if self._elements is not None:
             return self._elements[position]
         return self._handed_out.get(position) or self._make_one(position)

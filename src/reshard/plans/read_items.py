@@ -80,10 +80,6 @@ class ReadItems(LazyList[ReadItem]):
     def _column_length(self) -> int:
         return len(self.base)
 
-    def make(self, position: int) -> ReadItem:
-        """One item, to be looked at only: the columns go on to say everything."""
-        return self._make_one(position)
-
     def _make_one(self, position: int) -> ReadItem:
         base = self.base
         return _read_item(

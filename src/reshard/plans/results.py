@@ -72,8 +72,8 @@ class WriteResults(LazyList[WriteResult]):
         nbytes = int(written.nbytes[position])
         file = written.files[int(written.file_ids[position])]
         info = StorageInfo(file.path, int(written.begins[position]), nbytes)
-        items = untouched_items(self.items)
-        item = self.items[position] if items is None else items.make(position)
+        items = self.items
+        item = items.look_at(position) if isinstance(items, LazyList) else items[position]
         return StoredResult(
             item.index,
             nbytes,

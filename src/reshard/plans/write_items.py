@@ -131,14 +131,8 @@ class RowBuilder:
         self._aliases.append(alias)
 
     def add_value(self, name: str, nbytes: int = -1, hint: int = -1) -> None:
-        self._names.append(name)
-        self._codes.append((BYTES, 0, 0))
-        self._shapes.append(())
-        self._offsets.append(())
-        self._sizes.append(())
-        self._hints.append(hint)
-        self._nbytes.append(nbytes)
-        self._aliases.append(-1)
+        self.add_region(name, BYTES, DTYPES[0], 0, (), (), (), hint)
+        self._nbytes[-1] = nbytes
 
     def add_item(self, item: WriteItem) -> None:
         name, data = item.index.fqn, item.tensor_data
@@ -213,6 +207,9 @@ def untouched_items(items: Sequence[WriteItem]) -> WriteItems | None:
     return items if isinstance(items, WriteItems) and items.untouched else None
 
 
+_ALL = slice(None)
+
+
 class WriteItems(LazyList[WriteItem]):
     """Write items kept as columns.
 
@@ -251,55 +248,36 @@ class WriteItems(LazyList[WriteItem]):
     def _column_length(self) -> int:
         return len(self.base) if self.rows is None else len(self.rows)
 
-    def make(self, position: int) -> WriteItem:
-        """One item, to be looked at only: the columns go on to say everything."""
-        return self._make_one(position)
-
     def _make_one(self, position: int) -> WriteItem:
-        return self._make(slice(position, position + 1))[0]
+        (row,) = self._rows(slice(position, position + 1))
+        return _write_item(*row)
 
     def _make_all(self) -> list[WriteItem]:
-        return self._make(slice(None))
+        return [_write_item(*row) for row in self._rows()]
 
     def tensor_rows(self) -> Iterator[TensorRow]:
         """What the columns say of each item, without making items."""
+        for name, kind, code, _, dims, shape, offsets, sizes, _, _ in self._rows():
+            dtype = None if kind == BYTES else DTYPES[code]
+            yield name, dtype, shape[:dims], offsets[:dims], sizes[:dims]
+
+    def _rows(self, positions: slice = _ALL) -> Iterator[tuple[Any, ...]]:
         base, schema = self.base, self.base.schema
-        rows = np.arange(len(base)) if self.rows is None else self.rows
-        columns = zip(
-            rows.tolist(),
+        rows = (np.arange(len(base)) if self.rows is None else self.rows)[positions]
+        hints = base.hints[rows] if self.hints is None else self.hints[positions]
+        return zip(
+            map(schema.names.__getitem__, rows.tolist()),
             schema.kinds[rows].tolist(),
             schema.dtypes[rows].tolist(),
+            schema.flags[rows].tolist(),
             schema.ndims[rows].tolist(),
             schema.shapes[rows].tolist(),
             base.offsets[rows].tolist(),
             base.sizes[rows].tolist(),
+            hints.tolist(),
+            base.nbytes[rows].tolist(),
             strict=True,
         )
-        for row, kind, code, dims, shape, offsets, sizes in columns:
-            dtype = None if kind == BYTES else DTYPES[code]
-            yield schema.names[row], dtype, shape[:dims], offsets[:dims], sizes[:dims]
-
-    def _make(self, positions: slice) -> list[WriteItem]:
-        base, schema = self.base, self.base.schema
-        rows = np.arange(len(base)) if self.rows is None else self.rows
-        rows = rows[positions]
-        hints = base.hints[rows] if self.hints is None else self.hints[positions]
-        return [
-            _write_item(schema.names[row], *columns)
-            for row, *columns in zip(
-                rows.tolist(),
-                schema.kinds[rows].tolist(),
-                schema.dtypes[rows].tolist(),
-                schema.flags[rows].tolist(),
-                schema.ndims[rows].tolist(),
-                schema.shapes[rows].tolist(),
-                base.offsets[rows].tolist(),
-                base.sizes[rows].tolist(),
-                hints.tolist(),
-                base.nbytes[rows].tolist(),
-                strict=True,
-            )
-        ]
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self.columns()
