@@ -8,6 +8,7 @@ size 1, extent 1). A 0-dimensional tensor is thus a box of volume 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -159,18 +160,15 @@ class ChunkTable:
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:
     """Rows of different lengths as one array, `width` wide, padded with `fill`."""
+    lengths = list(map(len, rows))
+    # One element after the other: numpy takes long to look into many small sequences.
+    flat = np.fromiter(itertools.chain.from_iterable(rows), np.int64, sum(lengths))
+    if {*lengths} <= {width}:
+        return flat.reshape(len(rows), width)
     padded = np.full((len(rows), width), fill, dtype=np.int64)
-    if not rows:
-        return padded
-    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    # np.unique would import numpy.ma, at a first save and on all ranks at once.
-    for length in np.flatnonzero(np.bincount(lengths)).tolist():
-        if length == 0:
-            continue
-        chosen = np.flatnonzero(lengths == length)
-        padded[chosen, :length] = (
-            rows if len(chosen) == len(rows) else [rows[row] for row in chosen.tolist()]
-        )
+    counts = np.array(lengths)
+    begins = np.repeat(np.cumsum(counts) - counts, counts)
+    padded[np.repeat(np.arange(len(rows)), counts), np.arange(len(flat)) - begins] = flat
     return padded
 
 

@@ -130,7 +130,7 @@ def _sorted_rows(name_ids: Ints, keys: Ints, n_names: int) -> Ints:
 
 def _concatenate(parts: list[Ints], width: int | None = None) -> Ints:
     if parts:
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
     return np.zeros((0,) if width is None else (0, width), dtype=np.int64)
 
 

@@ -104,7 +104,8 @@ def _answer(
             zip(all_plans, _rows_by_rank(table, keep), strict=True)
         )
     ]
-    chunks = dataclasses.replace(chunks, flags=chunks.flags & ~NO_OFFSET)
+    if (chunks.flags & NO_OFFSET).any():
+        chunks = dataclasses.replace(chunks, flags=chunks.flags & ~NO_OFFSET)
     values = [table.names[name_id] for name_id in np.flatnonzero(table.is_value).tolist()]
     return plans, Metadata(make_entries(chunks, values, table.names if values else ()))
 

@@ -38,6 +38,7 @@ def machine() -> str:
     return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
+@cache
 def _machine_tag() -> str:
     return hashlib.blake2s(machine().encode(), digest_size=4).hexdigest()
 
