@@ -39,12 +39,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reshard import FileSystemReader, FileSystemWriter
-from reshard.checkpoint.contents import Placement, WriteResults, WrittenFile
 from reshard.default_planner import DefaultSavePlanner
 from reshard.planner import SavePlan
 from reshard.planning.columns import WriteColumns
 from reshard.planning.packing import pack_array, pack_compressed
-from reshard.plans.global_plan import chunk_table
+from reshard.plans.entries import chunk_table
+from reshard.plans.results import WriteResults, WrittenColumns, WrittenFile
 from reshard.plans.wire import (
     decode_results,
     decode_save_plans,
@@ -157,7 +157,7 @@ def results_of(system: str, rank: int, plan: Any) -> bytes:
             ]
         )
     count = len(plan.items)
-    placement = Placement(
+    written = WrittenColumns(
         files=[WrittenFile(f"__{rank}_0.safetensors", 4096 + count * nbytes, 4096, rank)],
         file_ids=np.zeros(count, dtype=np.int64),
         begins=4096 + np.arange(count) * nbytes,
@@ -165,7 +165,7 @@ def results_of(system: str, rank: int, plan: Any) -> bytes:
         checksums=np.arange(count) * 0x9E3779B97F4A7C1 + rank,
         pickled=np.zeros(count, dtype=np.int64),
     )
-    return encode_results(WriteResults(plan.items, placement), as_answered=True)
+    return encode_results(WriteResults(plan.items, written), as_answered=True)
 
 
 def coordinate(system: str, source: Path) -> dict[str, float]:
@@ -208,7 +208,7 @@ def coordinate(system: str, source: Path) -> dict[str, float]:
             lambda: [decode_results(r, a.items) for r, a in zip(results, answers, strict=True)],
         )
         for result in found:
-            for written in result.placement.files:
+            for written in result.written.files:
                 # The writer makes sure that the files are there; their content is not read.
                 with (box / written.path).open("wb") as file:
                     file.truncate(written.nbytes)
@@ -246,10 +246,10 @@ def encode_manifest_columns(metadata: Any) -> list[Any]:
     table = chunk_table(metadata)
     return [
         pack_compressed(table.names),
-        pack_array(table.chunks.shapes),
-        pack_array(table.chunks.starts),
-        pack_array(table.chunks.offsets),
-        pack_array(table.chunks.sizes),
+        pack_array(table.shapes),
+        pack_array(table.starts),
+        pack_array(table.offsets),
+        pack_array(table.sizes),
     ]
 
 

@@ -7,17 +7,13 @@ import dataclasses
 import fnmatch
 import io
 import logging
-import pickletools
-import uuid
-import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from reshard.api import CorruptCheckpointError, StalePlanError, UnsafeValueError
-from reshard.format.values import MAGIC, decode_value, encode_value
+from reshard.format.torch_files import decode_stored
+from reshard.format.values import decode_value, encode_value
 from reshard.metadata import (
     STATE_DICT_TYPE,
     Metadata,
@@ -34,33 +30,25 @@ from reshard.planner import (
     WriteItem,
     WriteItemType,
 )
-from reshard.plans.building import (
-    _create_default_metadata_only_plan,
-    _init_state_dict,
-    build_read_items,
-    build_write_items,
-    check_complete,
-)
-from reshard.plans.building import (
-    _create_read_items as _create_read_items,
-)
-from reshard.plans.building import (
-    _create_write_items as _create_write_items,
-)
+from reshard.plans.cache import PlanCache
 from reshard.plans.global_plan import (
-    FINGERPRINT_BYTES,
     combine_plans,
     make_global_plan,
     merge_paths,
     plan_fingerprint,
     validate,
 )
+from reshard.plans.local_load_plan import _create_read_items as _create_read_items
+from reshard.plans.local_load_plan import build_read_items, check_complete
+from reshard.plans.local_save_plan import _create_default_metadata_only_plan, build_write_items
+from reshard.plans.local_save_plan import _create_write_items as _create_write_items
 from reshard.plans.traits import default_step, load_traits, save_traits
 from reshard.tensors.composites import KIND, CompositeTargets, expand_for_save, stored_shards
 from reshard.tensors.flatten import Rules, flatten_state_dict, put_empties
 from reshard.tensors.flatten import (
     flatten_sharded_tensors as _flatten_sharded_tensors,  # noqa: F401
 )
+from reshard.tensors.materialise import materialise
 from reshard.tensors.paths import PathMap, StatePath, keys_above, paths_in, set_element
 from reshard.tensors.shards import DTensorReader, check_local_memory, find_state_dict_object
 
@@ -75,32 +63,6 @@ __all__ = [
     "create_default_local_load_plan",
     "create_default_local_save_plan",
 ]
-
-
-@dataclass
-class PlanCache:
-    """What planners remember from one save to the next, on this rank.
-
-    A planner has one of its own. Pass one explicitly to go on with it in another
-    planner. An entry is only used when the fingerprints of all ranks say that nothing
-    changed, so planners of different models can never confuse each other.
-    """
-
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    # Of this rank: its last plan that was accepted, and what it was told to do.
-    local_fingerprint: bytes = b""
-    final_plan: SavePlan | None = None
-    # Of the coordinator: the last plan of each rank, and what came of them.
-    all_plans: list[SavePlan] = field(default_factory=list)
-    global_plan: list[SavePlan] = field(default_factory=list)
-    metadata: Metadata | None = None
-    answers: dict[int, bytes] = field(default_factory=dict)
-
-    def answer_fingerprint(self, rank: int) -> bytes:
-        """What the global plan for `rank` is recognised by."""
-        if rank not in self.answers:
-            self.answers[rank] = plan_fingerprint(self.global_plan[rank])
-        return self.answers[rank]
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -150,25 +112,20 @@ class DefaultSavePlanner(SavePlanner):
 
     @default_step
     def create_local_plan(self) -> SavePlan:
-        items = build_write_items(self.state_dict, find_ties=save_traits(self).keeps_values)
+        traits = save_traits(self)
+        items = build_write_items(self.state_dict, find_ties=traits.keeps_values)
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         if not self._enable_plan_caching:
             return self.plan
         self.plan = dataclasses.replace(self.plan, fingerprint=plan_fingerprint(self.plan))
         # A subclass that edits the plan may do so differently each time.
-        is_known = self.plan.fingerprint == self._cache.local_fingerprint
-        if is_known and save_traits(self).keeps_local_plan:
-            # Which plan this is, and which one it became last time.
-            final = self._cache.final_plan
-            answer = b"" if final is None else plan_fingerprint(final)
-            return SavePlan([], usable=False, fingerprint=self.plan.fingerprint + answer)
-        return self.plan
+        return self._cache.abbreviate(self.plan) if traits.keeps_local_plan else self.plan
 
     def final_plans(self, answers: list[SavePlan]) -> list[SavePlan]:
         return [a if a.usable else self.global_plan[rank] for rank, a in enumerate(answers)]
 
     def forget_cached_plans(self) -> None:
-        self._cache.__init__(self._cache.key)  # type: ignore[misc]
+        self._cache.clear()
 
     def remember_in(self, caches: dict[str, PlanCache]) -> None:
         """Go on with what this planner remembered when it was here before, in another copy."""
@@ -180,48 +137,12 @@ class DefaultSavePlanner(SavePlanner):
         if not self._enable_plan_caching:
             self.global_plan, self.metadata = self._create_global_plan(all_plans)
             return self.global_plan, self.metadata
-        cache = self._cache
-        self._check_known(all_plans)
-        if any(plan.usable for plan in all_plans) or cache.metadata is None:
-            cache.all_plans = [
-                plan if plan.usable else cache.all_plans[rank]
-                for rank, plan in enumerate(all_plans)
-            ]
-            cache.metadata, cache.answers = None, {}
-            cache.global_plan, cache.metadata = self._create_global_plan(cache.all_plans)
-        self.global_plan, self.metadata = cache.global_plan, cache.metadata
-        # A rank that says what it did last is told to do it again, if that is still right.
-        answers = [
-            SavePlan([], usable=False)
-            if not plan.usable
-            and plan.fingerprint[FINGERPRINT_BYTES:] == cache.answer_fingerprint(rank)
-            else self.global_plan[rank]
-            for rank, plan in enumerate(all_plans)
-        ]
+        self.global_plan, self.metadata = self._cache.plan(all_plans, self._create_global_plan)
         # A storage adds its own to the metadata that it gets; the cached one stays as it is.
         entries, data = self.metadata.state_dict_metadata, self.metadata.planner_data
-        return answers, dataclasses.replace(
+        return self._cache.answers(all_plans), dataclasses.replace(
             self.metadata, state_dict_metadata=dict(entries), planner_data=copy.copy(data)
         )
-
-    def _check_known(self, all_plans: Sequence[SavePlan]) -> None:
-        """A rank that sends a fingerprint must be known by it."""
-        known = self._cache.all_plans
-        stale = [
-            rank
-            for rank, plan in enumerate(all_plans)
-            if not plan.usable
-            and (
-                len(known) != len(all_plans)
-                or known[rank].fingerprint != plan.fingerprint[:FINGERPRINT_BYTES]
-            )
-        ]
-        if stale:
-            raise StalePlanError(
-                f"ranks {stale} refer to plans that the coordinator does not hold. Call "
-                "forget_cached_plans() on every rank's planner, or make new planners, and save "
-                "again"
-            )
 
     def _create_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         global_plan, metadata = make_global_plan(all_plans, self.dedup_save_to_lowest_rank)
@@ -232,19 +153,9 @@ class DefaultSavePlanner(SavePlanner):
     @default_step
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if self._enable_plan_caching:
-            if new_plan.usable:
-                self._cache.final_plan = new_plan
-            elif self._cache.final_plan is None:
-                raise StalePlanError(
-                    "the coordinator refers to a plan that this rank does not hold. Call "
-                    "forget_cached_plans() on every rank's planner and save again"
-                )
+            new_plan = self._cache.final(new_plan)
             # Only now is the plan known to have been accepted.
             self._cache.local_fingerprint = self.plan.fingerprint
-            # The storage's part of the answer is new each time.
-            new_plan = dataclasses.replace(
-                self._cache.final_plan, storage_data=new_plan.storage_data
-            )
         self.plan = new_plan
         return new_plan
 
@@ -302,7 +213,7 @@ class DefaultLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        _init_state_dict(state_dict)
+        materialise(state_dict)
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
@@ -351,7 +262,7 @@ class DefaultLoadPlanner(LoadPlanner):
             return
         current, _ = flatten_state_dict(self.original_state_dict)
         if current.keys() != self.state_dict.keys():
-            # A planner of the user's has chosen the names.
+            # A custom planner has chosen the names.
             return
         for rules in (Rules.DCP, Rules.DCP_2_3):
             flat, paths = flatten_state_dict(self.original_state_dict, rules)
@@ -369,7 +280,7 @@ class DefaultLoadPlanner(LoadPlanner):
     @default_step
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
-        loaded = _decode(fqn, value, self.allow_pickle)
+        loaded = decode_stored(fqn, value.getvalue(), self.allow_pickle)
         if self.composites.takes(fqn, loaded):
             return
         if self.flatten_state_dict:
@@ -452,14 +363,14 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         return self.keys is None or any(keys_above(path, self.keys, self._longest_key))
 
     def _paths(self, metadata: Metadata) -> PathMap:
-        """The paths of names, as far as the checkpoint has some that make sense."""
-        told = metadata.planner_data
-        if isinstance(told, PathMap):
-            return told
+        """The paths of names, as far as the checkpoint has usable ones."""
+        data = metadata.planner_data
+        if isinstance(data, PathMap):
+            return data
         if self._read_from is not metadata:
             self._read_from, self._read_paths = (
                 metadata,
-                paths_in(told, metadata.state_dict_metadata),
+                paths_in(data, metadata.state_dict_metadata),
             )
         return self._read_paths
 
@@ -517,7 +428,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:
     """What this rank can write of a flat state dict: its shards, and every other value.
 
-    All ranks offer values that all of them have; the global plan chooses who writes.
+    All ranks offer values that all of them have; the global plan chooses one writer.
     """
     return SavePlan(build_write_items(state_dict))
 
@@ -557,50 +468,3 @@ def _create_default_local_metadata(state_dict: STATE_DICT_TYPE) -> Metadata:
     """The metadata that a save of `state_dict` would have, as far as this rank can tell."""
     _, metadata = create_default_global_save_plan([_create_default_metadata_only_plan(state_dict)])
     return metadata
-
-
-def _decode(fqn: str, value: io.BytesIO, allow_pickle: bool) -> Any:
-    data = value.getvalue()
-    if data[: len(MAGIC)] == MAGIC:
-        return decode_value(data, fqn, allow_pickle)
-    # Not ours: DCP's own planner, or one written for it, stored a torch.save file.
-    if not allow_pickle:
-        _check_torch_file(fqn, data)
-    try:
-        return torch.load(io.BytesIO(data), weights_only=not allow_pickle)
-    except Exception as error:
-        raise UnsafeValueError(
-            f"{fqn!r} is stored as a pickled object that could run code when it is read. Pass "
-            "allow_pickle=True to load it, if you trust where the checkpoint comes from"
-        ) from error
-
-
-def _check_torch_file(fqn: str, data: bytes) -> None:
-    """Refuse what would not be a torch.save file, or would unpack to more than it is."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            unpacked = sum(member.file_size for member in archive.infolist())
-            names = [] if unpacked > len(data) else archive.namelist()
-            pickles = [archive.read(name) for name in names if name.endswith(".pkl")]
-            asks_for_memory = any(_asks_for_memory(each, len(data)) for each in pickles)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
-        raise UnsafeValueError(
-            f"{fqn!r} is stored in a way that only pickle could read. Pass allow_pickle=True to "
-            "load it, if you trust where the checkpoint comes from"
-        ) from error
-    if unpacked > len(data):
-        raise CorruptCheckpointError(f"{fqn!r} claims {unpacked} bytes, but has {len(data)}")
-    if asks_for_memory:
-        raise CorruptCheckpointError(
-            f"{fqn!r} asks for more memory than the {len(data)} bytes of it"
-        )
-
-
-def _asks_for_memory(pickled: bytes, most: int) -> bool:
-    """Whether a pickle calls for a bytearray of some length; torch would make any."""
-    if b"bytearray" not in pickled:
-        return False
-    return any(
-        isinstance(argument, int) and argument > most
-        for _, argument, _ in pickletools.genops(pickled)
-    )

@@ -22,7 +22,7 @@ from reshard.metadata import (
 )
 from reshard.operations.targets import comparable_place
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem
-from reshard.plans.building import create_read_items_for_chunk_list
+from reshard.plans.local_load_plan import create_read_items_for_chunk_list
 from reshard.state_dict_loader import _load_state_dict
 from reshard.storage import StorageReader
 from reshard.tensors.flatten import unflatten_state_dict

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from reshard.api import CoverageError
 from reshard.planner import SavePlan
 from reshard.planning import intersection, keys
-from reshard.planning.columns import SHARD
+from reshard.planning.columns import SHARD, ChunkTable
 from reshard.planning.coverage import (
-    Chunks,
     describe_problem,
     find_overlapped,
     find_overlapping,
@@ -75,9 +74,7 @@ def tensors_in_any_state(draw: st.DrawFn) -> Tiled:
 
 
 def check(tensors: list[Tiled], whole: bool = True) -> list[str]:
-    ndims = np.array([len(tensor.shape) for tensor in tensors])
-    names = [f"layer.{number}.w" for number in range(len(tensors))]
-    return check_coverage(names, chunks_of(tensors), ndims, whole)
+    return check_coverage(chunks_of(tensors), whole)
 
 
 # The verdict
@@ -419,7 +416,7 @@ def test_keys_of_ordinary_shapes_are_positions_and_those_of_huge_ones_are_ranks(
 
 def test_chunks_know_their_tensors() -> None:
     chunks = chunks_of([PINWHEEL, Tiled((4,), []), Tiled((4,), [Box((0,), (4,))])])
-    assert isinstance(chunks, Chunks)
+    assert isinstance(chunks, ChunkTable)
     assert chunks.owners.tolist() == [0, 0, 0, 0, 0, 2]
     offsets, sizes = chunks.of(2)
     assert offsets.tolist() == [[0, 0]]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from reshard.planning.coverage import Chunks
+from reshard.planning.columns import ChunkTable
 
 Ints = npt.NDArray[np.int64]
 
@@ -72,7 +72,7 @@ def columns_of(boxes: Sequence[Box], dims: int, width: int | None = None) -> tup
     return offsets, sizes
 
 
-def chunks_of(tensors: Sequence[Tiled]) -> Chunks:
+def chunks_of(tensors: Sequence[Tiled]) -> ChunkTable:
     """Several tensors as the columns that validation takes."""
     width = max([1, *(len(tensor.shape) for tensor in tensors)])
     shapes = np.ones((len(tensors), width), dtype=np.int64)
@@ -80,11 +80,17 @@ def chunks_of(tensors: Sequence[Tiled]) -> Chunks:
         shapes[row, : len(tensor.shape)] = tensor.shape
     parts = [columns_of(tensor.boxes, len(tensor.shape), width) for tensor in tensors]
     starts = np.cumsum([0, *(len(tensor.boxes) for tensor in tensors)])
-    return Chunks(
-        shapes,
-        starts,
-        np.concatenate([offsets for offsets, _ in parts]),
-        np.concatenate([sizes for _, sizes in parts]),
+    zeros = np.zeros(len(tensors), dtype=np.int64)
+    return ChunkTable(
+        names=[f"layer.{row}.w" for row in range(len(tensors))],
+        dtypes=zeros,
+        flags=zeros,
+        ndims=np.array([len(tensor.shape) for tensor in tensors], dtype=np.int64),
+        shapes=shapes,
+        aliases=zeros - 1,
+        starts=starts,
+        offsets=np.concatenate([offsets for offsets, _ in parts]),
+        sizes=np.concatenate([sizes for _, sizes in parts]),
     )
 
 

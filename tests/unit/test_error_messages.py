@@ -26,11 +26,11 @@ from reshard.api import (
     UnsupportedFormatError,
     _wrap_exception,
 )
-from reshard.checkpoint.contents import StorageTable
+from reshard.checkpoint.to_metadata import StorageMap
 from reshard.coordination.error_wire import decode_error, encode_error
 from reshard.coordination.failures import join_failures, say_again
 from reshard.metadata import TensorStorageMetadata
-from reshard.plans.chunk_lists import ChunkList
+from reshard.plans.entries import ChunkList
 from support.errors import handled_here
 from support.failing_system import refusing
 
@@ -361,7 +361,7 @@ def test_an_error_of_a_stateful_is_shown_with_its_stack_and_without_ours(tmp_pat
 def test_a_bug_of_ours_is_shown_with_all_of_its_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reshard.plans.building.is_plain", None)
+    monkeypatch.setattr("reshard.plans.local_save_plan.is_plain", None)
     with pytest.raises(CheckpointException) as raised:
         reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
 
@@ -484,6 +484,9 @@ def test_the_reason_is_found_at_the_end_of_the_failures(tmp_path: Path) -> None:
 # What is printed of metadata
 
 
+FIRST_CHUNK = [reshard.ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((10, 10)))]
+
+
 def test_metadata_is_printed_in_one_line_at_any_size(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
     state = {f"w{n}": torch.ones(10, 10) for n in range(1000)}
@@ -493,11 +496,11 @@ def test_metadata_is_printed_in_one_line_at_any_size(tmp_path: Path) -> None:
     assert repr(metadata) == (
         "<Metadata: 1000 tensors of 400,000 bytes, 1 values: 'w0', 'w1', 'w2', ...>"
     )
-    assert isinstance(metadata.storage_data, StorageTable)
-    assert repr(metadata.storage_data) == "<StorageTable of 1000 chunks and 1 values in 1 files>"
+    assert isinstance(metadata.storage_data, StorageMap)
+    assert repr(metadata.storage_data) == "<StorageMap of 1000 chunks and 1 values in 1 files>"
     entry = metadata.state_dict_metadata["w0"]
     assert isinstance(entry, TensorStorageMetadata)
-    assert repr(entry.chunks) == "<ChunkList of 1 elements>"
+    assert repr(entry.chunks) == repr(FIRST_CHUNK)
     assert isinstance(entry.chunks, ChunkList)
     assert entry.chunks.untouched
 

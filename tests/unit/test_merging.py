@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.api import CorruptCheckpointError
-from reshard.checkpoint.contents import merge_planner_data
+from reshard.checkpoint.planner_data import merge_planner_data
 from reshard.format.manifest import Manifest
 from reshard.format.merging import merge_manifests
 from reshard.planning.columns import DTYPE_CODES

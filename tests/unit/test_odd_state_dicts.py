@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,14 +22,16 @@ from reshard.api import (
     StateDictError,
     UnsupportedLayoutError,
 )
-from reshard.checkpoint.contents import check_readable
+from reshard.checkpoint.directory import read_manifest
+from reshard.checkpoint.to_manifest import check_readable
 from reshard.default_planner import DefaultSavePlanner
 from reshard.planner import SavePlan
 from reshard.plans.global_plan import merge_paths, plan_fingerprint
 from reshard.plans.wire import decode_save_plans, encode_save_plan
+from reshard.stores.local import LocalStore
 from reshard.tensors.flatten import flatten_state_dict, unflatten_state_dict
 from reshard.tensors.paths import MOST_LEVELS, PathMap, check_paths, get_element, set_element
-from support.hostile import MANIFEST, OpenManifest, check_refused, reason_of
+from support.hostile import check_refused, reason_of
 
 T = torch.arange(3.0)
 
@@ -280,11 +283,11 @@ def test_a_tensor_of_more_dimensions_than_can_be_stored_is_refused_by_name(tmp_p
 
 def test_a_reader_checks_its_own_manifest_as_a_save_can(tmp_path: Path) -> None:
     saved({"a": [{}, {"w": T}]}, tmp_path)
-    check_readable((tmp_path / MANIFEST).read_bytes(), "the manifest")
-    manifest = OpenManifest(tmp_path)
-    manifest.set_bytes("planner_data", b"N" + PathMap({"w": ("w",) * 1001}).pack())
+    manifest = read_manifest(LocalStore(tmp_path))
+    check_readable(manifest, "the manifest")
+    too_deep = b"N" + PathMap({"w": ("w",) * 1001}).pack()
     with pytest.raises(CorruptCheckpointError, match="the manifest has damaged names"):
-        check_readable(manifest.encode(), "the manifest")
+        check_readable(replace(manifest, planner_data=too_deep), "the manifest")
 
 
 # Marks

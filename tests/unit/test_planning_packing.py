@@ -12,11 +12,11 @@ from reshard.planning.columns import SHARD, TENSOR, WriteColumns
 from reshard.planning.packing import (
     pack_array,
     pack_compressed,
-    pack_placement,
+    pack_regions,
     pack_schema,
     unpack_array,
     unpack_compressed,
-    unpack_placement,
+    unpack_regions,
     unpack_schema,
 )
 from reshard.plans.write_items import RowBuilder
@@ -108,7 +108,7 @@ def test_a_plan_survives_as_schema_and_placement(make) -> None:
         found, expected = getattr(schema, field), getattr(columns.schema, field)
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
-    placed = unpack_placement(pack_placement(columns), schema)
+    placed = unpack_regions(pack_regions(columns), schema)
     assert placed.schema is schema
     for field in ("offsets", "sizes", "hints", "nbytes", "aliases"):
         np.testing.assert_array_equal(getattr(placed, field), getattr(columns, field))
@@ -116,7 +116,7 @@ def test_a_plan_survives_as_schema_and_placement(make) -> None:
 
 def test_equal_columns_give_equal_bytes_and_different_ones_do_not() -> None:
     assert pack_schema(plan().schema) == pack_schema(plan().schema)
-    assert pack_placement(plan()) == pack_placement(plan())
+    assert pack_regions(plan()) == pack_regions(plan())
     other = plan().select(np.array([0, 1, 3, 2]))
     assert pack_schema(other.schema) != pack_schema(plan().schema)
-    assert pack_placement(other) != pack_placement(plan())
+    assert pack_regions(other) != pack_regions(plan())

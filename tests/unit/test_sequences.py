@@ -14,10 +14,11 @@ import torch
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex
 from reshard.planner import LoadItemType, ReadItem, WriteItem, WriteItemType
 from reshard.planning.columns import DTYPES, SHARD
-from reshard.plans.chunk_lists import ChunkList, chunk_columns
+from reshard.plans.entries import ChunkList, chunk_columns
 from reshard.plans.lazy_list import LazyList
 from reshard.plans.read_items import ReadItems, read_columns
 from reshard.plans.write_items import RowBuilder, WriteItems, write_columns
+from support.boxes import Box, Tiled, chunks_of
 
 
 class Words(LazyList[str]):
@@ -129,6 +130,13 @@ def test_it_reads_like_a_list(words: Words) -> None:
     assert words.copy() == PLAIN
 
 
+def test_the_repr_of_a_long_list_is_short_and_leaves_the_columns_in_charge() -> None:
+    long = Words("x" * 100_000)
+    assert repr(long) == repr(["xx"] * 10)[:-1] + ", ... and 99990 more]"
+    assert long.made == [*range(10)]
+    assert long.untouched
+
+
 def test_a_copy_is_a_list_of_its_own(words: Words) -> None:
     words.copy().append("x")
     assert words == PLAIN
@@ -199,7 +207,7 @@ def write_items() -> WriteItems:
 
 
 def chunk_list() -> ChunkList:
-    return ChunkList(np.array([[0, 0], [2, 0]]), np.array([[2, 6], [2, 6]]))
+    return ChunkList(chunks_of([Tiled((4, 6), [Box((0, 0), (2, 6)), Box((2, 0), (4, 6))])]), 0)
 
 
 def read_item(fqn: str, start: int) -> ReadItem:

@@ -16,7 +16,9 @@ from reshard.api import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from reshard.checkpoint.contents import merge_planner_data, to_manifest, to_metadata
+from reshard.checkpoint.planner_data import merge_planner_data
+from reshard.checkpoint.to_manifest import to_manifest
+from reshard.checkpoint.to_metadata import to_metadata
 from reshard.format.manifest import (
     MANIFEST_LIMIT_BYTES,
     Manifest,
@@ -242,8 +244,8 @@ def remove_debris(store: Store, committed: str | None, save_id: str, used: Colle
 
     `save_id` is the save of that manifest; besides its own files it uses `used`. What a save
     that may be alive has written stays, whatever happens at the same time:
-    - A save makes its claim before its first file. So whoever sees a file, and then looks
-      for claims, sees the claim, unless it was withdrawn or has become the manifest.
+    - A save makes its claim before its first file. So a process that sees a file and
+      then lists the claims sees the claim, unless it was withdrawn or has become the manifest.
     - If it has become the manifest since, `committed` is no longer there.
     - Of two that clear up after a dead save, the one that removes the claim does it. A save
       that was thought dead finds its claim gone, and commits nothing.
@@ -280,7 +282,7 @@ def _withdraw_dead(store: Store, claim: str) -> bool:
 
 
 def delete_quietly(store: Store, keys: Sequence[str]) -> None:
-    """Delete what nobody needs. Best effort: failures are logged."""
+    """Delete unneeded files. Best effort: failures are logged."""
     for key in keys:
         try:
             store.delete(key)

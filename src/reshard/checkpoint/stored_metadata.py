@@ -1,7 +1,7 @@
-"""Metadata that is read from the checkpoint when somebody looks at it.
+"""Metadata that is read from the checkpoint on demand.
 
 Most callers drop what a save returns. So ranks are not sent the metadata, which may be
-large, but are told where it is.
+large, but a reference to it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from reshard.api import CheckpointException, CheckpointNotFoundError
-from reshard.checkpoint.contents import StorageTable, to_metadata
 from reshard.checkpoint.directory import read_manifest
+from reshard.checkpoint.to_metadata import StorageMap, to_metadata
 from reshard.metadata import Metadata, StorageMeta
+from reshard.plans.lazy_record import become_plain, lazy_fields
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
 from reshard.tensors.paths import PathMap
@@ -28,18 +29,7 @@ class _Source(NamedTuple):
     storage_meta: StorageMeta | None
 
 
-def _field(name: str) -> Any:
-    def get(self: StoredMetadata) -> Any:
-        self.read()
-        return getattr(self, name)
-
-    def put(self: StoredMetadata, value: Any) -> None:
-        self.read()
-        setattr(self, name, value)
-
-    return property(get, put)
-
-
+@lazy_fields("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 class StoredMetadata(Metadata):
     """The metadata of a save. Becomes a plain `Metadata` when it is first looked at.
 
@@ -49,17 +39,9 @@ class StoredMetadata(Metadata):
     def __init__(self, source: _Source) -> None:
         vars(self)["_source"] = source
 
-    state_dict_metadata = _field("state_dict_metadata")
-    planner_data = _field("planner_data")
-    storage_data = _field("storage_data")
-    storage_meta = _field("storage_meta")
-    version = _field("version")
-
-    def read(self) -> None:
-        """Read it now, unless it was read before."""
-        source: _Source | None = vars(self).get("_source")
-        if source is None:
-            return
+    def make(self) -> Metadata:
+        """Read it now."""
+        source: _Source = vars(self)["_source"]
         store = source.open_store()
         try:
             manifest = read_manifest(store)
@@ -77,16 +59,7 @@ class StoredMetadata(Metadata):
             )
         metadata = to_metadata(manifest, store.location)
         metadata.storage_meta = source.storage_meta
-        vars(self).clear()
-        vars(self).update(vars(metadata))
-        # From here on it is as if it had been read at once: for ==, repr, pickle and replace.
-        self.__class__ = Metadata  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        self.read()
-        return self == other
-
-    __hash__ = None  # type: ignore[assignment]
+        return metadata
 
     def __repr__(self) -> str:
         source: _Source = vars(self)["_source"]
@@ -97,7 +70,7 @@ class StoredMetadata(Metadata):
         source: _Source = vars(self)["_source"]
         if isinstance(source.open_store, partial):
             return StoredMetadata, (source,)
-        self.read()
+        become_plain(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -105,10 +78,10 @@ def can_be_read_back(metadata: Metadata | None) -> bool:
     """Whether the checkpoint says all that the metadata of its save does."""
     return (
         metadata is not None
-        and isinstance(metadata.storage_data, StorageTable)
+        and isinstance(metadata.storage_data, StorageMap)
         and metadata.storage_meta is not None
         and bool(metadata.storage_meta.save_id)
-        # What planners of users keep there may need a pickle to be read.
+        # Custom planner_data may need a pickle to be read.
         and (metadata.planner_data is None or type(metadata.planner_data) is PathMap)
     )
 

@@ -13,7 +13,7 @@ from reshard.engine.process_wide import after_fork
 __all__ = ["paused_collection", "paused_in_front"]
 
 _NEVER = 2_000_000_011
-"""A threshold that is not reached, and that nobody else would choose."""
+"""A threshold that is never reached, and that no other code would choose."""
 
 
 @contextmanager
@@ -79,7 +79,7 @@ _before = list(gc.get_threshold())
 
 
 def _end_all() -> None:
-    """A child has only one of its parent's threads: nobody would end the other pauses."""
+    """A child has only one of its parent's threads, so the other pauses would never end."""
     _pauses.clear()
     _restore()
 

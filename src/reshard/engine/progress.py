@@ -1,4 +1,4 @@
-"""Progress of a save or load: a line on the terminal for a person who waits, or the log.
+"""Progress of a save or load, on the terminal or in the log.
 
 One line for a job, not for each rank: only the coordinator shows it, of its own part. Not
 in background saves, whose line would run into what training prints.
@@ -87,7 +87,7 @@ def _make_bar() -> Any:
 
 @contextmanager
 def watched(what: str, total_bytes: int, is_coordinator: bool) -> Iterator[Progress]:
-    """Show the progress of the block, if somebody may be looking."""
+    """Show the progress of the block, if there is a terminal."""
     on_terminal = (
         is_coordinator
         and threading.current_thread() is threading.main_thread()

@@ -89,7 +89,7 @@ def read_regions(
 ) -> int:
     """Carry out `requests`; the number of bytes that were wanted.
 
-    `advance` is told of them as they come, from several threads.
+    `advance` is called with the bytes that were read, from several threads.
     """
     # Memory is filled past torch, and autograd must know: a graph that needs the old values
     # would compute wrong gradients.
@@ -288,7 +288,7 @@ class _Job:
 
     def _read_one(self, request: Request) -> None:
         if not request.nbytes:
-            # Asks for nothing, but whoever asked wants to hear of the end.
+            # Nothing to read, but the callback must still run.
             return
         if self._is_to_be_verified(request):
             self._read_verified(request)

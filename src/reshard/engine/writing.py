@@ -72,7 +72,7 @@ def write_file(
 ) -> Written:
     """Write `contents` as one safetensors file, which carries the id of its save.
 
-    `advance` is told how many bytes were written, again and again, from several threads.
+    `advance` is called with the bytes that were written, from several threads.
     """
     order = sorted(range(len(contents)), key=lambda i: -_alignment(contents[i].dtype))
     with paused_collection():

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -19,14 +20,23 @@ import numpy as np
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.format.checksum import ALGORITHM, checksum
 from reshard.format.container import Entry, build_header, header_nbytes, parse_header
-from reshard.planning.columns import DTYPES, MOST_DIMS, Ints
-from reshard.planning.coverage import Chunks, find_overlapped, find_untiled, out_of_bounds
+from reshard.planning.columns import (
+    DTYPE_CODES,
+    DTYPE_ITEMSIZES,
+    DTYPES,
+    MOST_DIMS,
+    Bools,
+    ChunkTable,
+    Ints,
+)
+from reshard.planning.coverage import find_overlapped, find_untiled, survey
 
 __all__ = [
     "FORMAT",
     "MANIFEST_LIMIT_BYTES",
     "VERSION",
     "Manifest",
+    "check_encodable",
     "check_manifest",
     "decode_manifest",
     "encode_manifest",
@@ -42,7 +52,7 @@ _MOST_HEADER_BYTES = 1 << 26
 _PICKLE = b"\x80"
 
 MANIFEST_LIMIT_BYTES = 1 << 30
-"""How large a manifest may be unless the reader is told otherwise."""
+"""The default limit on the size of a manifest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +89,20 @@ class Manifest:
     planner_data: bytes = b""
     notes: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def itemsizes(self) -> Ints:
-        return np.array([DTYPES[code].itemsize for code in self.dtypes], dtype=np.int64)
+    @cached_property
+    def table(self) -> ChunkTable:
+        """The tensors and their chunks, without where they are stored."""
+        return ChunkTable(
+            names=self.tensor_names,
+            dtypes=self.dtypes,
+            flags=self.flags,
+            ndims=self.ndims,
+            shapes=self.shapes,
+            aliases=self.aliases,
+            starts=self.chunk_starts,
+            offsets=self.chunk_offsets,
+            sizes=self.chunk_sizes,
+        )
 
 
 _COLUMNS = (
@@ -118,7 +139,7 @@ _CHECKSUM = "checksum"
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of the manifest file, its own checksum at the end."""
     used = sorted(set(manifest.dtypes.tolist()))
-    dtype_names = [str(DTYPES[code]).removeprefix("torch.") for code in used]
+    dtype_names = [_dtype_name(code) for code in used]
     parts: list[tuple[str, str, Sequence[int], bytes]] = []
     for name, attribute, kind in _COLUMNS:
         column = getattr(manifest, attribute)
@@ -277,17 +298,39 @@ def _texts(entries: Mapping[str, Entry], name: str, data: memoryview, where: str
 
 
 def _dtype_codes(codes: Ints, names: Sequence[str], where: str) -> Ints:
-    unknown = [
-        name for name in names if name not in _DTYPE_BY_NAME or name.startswith(("qint", "quint"))
-    ]
-    if unknown:
-        raise UnsupportedFormatError(
-            f"{where} holds tensors of dtype {unknown[0]!r}, which this torch does not have"
-        )
+    _check_dtypes(names, where)
     if len(codes) and codes.max() >= len(names):
         raise CorruptCheckpointError(f"{where} refers to a dtype that it does not list")
-    table = np.array([DTYPES.index(_DTYPE_BY_NAME[name]) for name in names], dtype=np.int64)
+    table = np.array([DTYPE_CODES[_DTYPE_BY_NAME[name]] for name in names], dtype=np.int64)
     return table[codes] if len(codes) else codes
+
+
+def _check_dtypes(names: Sequence[str], where: str) -> None:
+    for name in names:
+        if name not in _DTYPE_BY_NAME or name.startswith(("qint", "quint")):
+            raise UnsupportedFormatError(
+                f"{where} holds tensors of dtype {name!r}, which this torch does not have"
+            )
+
+
+def check_encodable(m: Manifest, where: str) -> None:
+    """Refuse a manifest that would not be the same, or not be accepted, when it is decoded.
+
+    Together with `check_manifest`, that is all that `decode_manifest` refuses.
+    """
+    for name in (*m.files, *m.tensor_names, *m.value_names):
+        if not isinstance(name, str):
+            raise CorruptCheckpointError(f"{where} has the name {name!r}, which is not text")
+    codes = [m.dtypes, m.flags, m.ndims, m.value_pickled]
+    if m.shapes.shape[1] > MOST_DIMS or any(
+        len(c) and not 0 <= c.min() <= c.max() < 256 for c in codes
+    ):
+        raise CorruptCheckpointError(f"{where} has dimensions or codes that do not fit its format")
+    _check_dtypes([_dtype_name(code) for code in set(m.dtypes.tolist())], where)
+
+
+def _dtype_name(code: int) -> str:
+    return str(DTYPES[code]).removeprefix("torch.")
 
 
 def check_manifest(m: Manifest, where: str, shared_bytes: bool = False) -> None:
@@ -367,20 +410,20 @@ def _check_places(m: Manifest, where: str, shared_bytes: bool) -> None:
     unused = np.arange(m.shapes.shape[1]) >= m.ndims[:, None]
     if (m.shapes[unused] != 1).any():
         raise CorruptCheckpointError(f"{where} has a shape with more extents than dimensions")
-    volumes = m.shapes.astype(np.float64).prod(axis=1) * m.itemsizes
+    volumes = m.shapes.astype(np.float64).prod(axis=1) * DTYPE_ITEMSIZES[m.dtypes]
     if (volumes >= 2.0**62).any():
         name = m.tensor_names[int(volumes.argmax())]
         raise CorruptCheckpointError(f"{where} gives {name!r} a size that no memory could hold")
-    owners = np.repeat(np.arange(len(m.tensor_names)), np.diff(m.chunk_starts))
-    outside = np.flatnonzero(out_of_bounds(m.shapes, m.chunk_offsets, m.chunk_sizes, owners))
-    if len(outside):
-        name = m.tensor_names[int(owners[outside[0]])]
+    owners = m.table.owners
+    outside, cut_dims = survey(m.shapes, m.chunk_offsets, m.chunk_sizes, owners)
+    if outside.any():
+        name = m.tensor_names[int(owners[outside.argmax()])]
         raise CorruptCheckpointError(f"{where} has a chunk of {name!r} outside of its shape")
-    nbytes = m.chunk_sizes.prod(axis=1) * m.itemsizes[owners]
-    _check_chunks(m, owners, where)
+    _check_chunks(m, owners, cut_dims, where)
 
     files = np.concatenate([m.chunk_files, m.value_files])
     begins = np.concatenate([m.chunk_begins, m.value_begins])
+    nbytes = m.chunk_sizes.prod(axis=1) * DTYPE_ITEMSIZES[m.dtypes[owners]]
     lengths = np.concatenate([nbytes, m.value_nbytes])
     sizes = m.file_sizes[files] if len(files) else files
     wrong = (begins < 0) | (lengths < 0) | (begins > sizes) | (lengths > sizes - begins)
@@ -402,13 +445,12 @@ def _check_places(m: Manifest, where: str, shared_bytes: bool) -> None:
         )
 
 
-def _check_chunks(m: Manifest, owners: Ints, where: str) -> None:
+def _check_chunks(m: Manifest, owners: Ints, cut_dims: Bools, where: str) -> None:
     """Chunks of one tensor do not overlap; that they leave a gap may be."""
     unused = np.arange(m.shapes.shape[1]) >= m.ndims[owners, None]
     if (m.chunk_sizes[unused] != 1).any():
         raise CorruptCheckpointError(f"{where} has a chunk with more sizes than dimensions")
-    chunks = Chunks(m.shapes, m.chunk_starts, m.chunk_offsets, m.chunk_sizes)
-    overlapped, undecided = find_overlapped(chunks, find_untiled(chunks))
+    overlapped, undecided = find_overlapped(m.table, find_untiled(m.table, cut_dims))
     for tensor in overlapped.tolist():
         raise CorruptCheckpointError(
             f"{where} has chunks of {m.tensor_names[tensor]!r} that overlap"

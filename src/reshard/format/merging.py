@@ -89,22 +89,22 @@ def _agree(
     parts: Sequence[Manifest], ids: Sequence[Ints], names: Sequence[str], width: int, where: str
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """What the parts say about each tensor, which must be the same."""
-    told = np.full((len(names), 3 + width), -2, dtype=np.int64)
+    known_rows = np.full((len(names), 3 + width), -2, dtype=np.int64)
     for own, part in zip(ids, parts, strict=True):
         shapes = widen(part.shapes, width, 1)
-        said = np.column_stack([part.dtypes, part.flags, part.ndims, shapes])
-        known = told[own, 0] != -2
+        own_rows = np.column_stack([part.dtypes, part.flags, part.ndims, shapes])
+        is_known = known_rows[own, 0] != -2
         # How a tensor was made may differ (flags); what it is may not.
-        differs = (told[own] != said)[:, [0, *range(2, 3 + width)]].any(axis=1) & known
+        differs = (known_rows[own] != own_rows)[:, [0, *range(2, 3 + width)]].any(axis=1) & is_known
         if differs.any():
             name = names[int(own[np.flatnonzero(differs)[0]])]
             raise CorruptCheckpointError(
                 f"the ranks that saved {where} without collectives disagree about the shape or "
                 f"dtype of {name!r}"
             )
-        told[own[~known]] = said[~known]
-    dtypes, flags, ndims = (told[:, column] for column in range(3))
-    return dtypes, flags, ndims, told[:, 3:]
+        known_rows[own[~is_known]] = own_rows[~is_known]
+    dtypes, flags, ndims = (known_rows[:, column] for column in range(3))
+    return dtypes, flags, ndims, known_rows[:, 3:]
 
 
 def _agreed_aliases(parts: Sequence[Manifest], ids: Sequence[Ints], n_names: int) -> Ints:

@@ -18,7 +18,7 @@ from reshard.operations.ranks import Ranks
 from reshard.operations.targets import LoadSource, comparable_place
 from reshard.operations.user_calls import overridden
 from reshard.planner import LoadPlan
-from reshard.plans.building import create_read_items_for_chunk_list
+from reshard.plans.local_load_plan import create_read_items_for_chunk_list
 from reshard.plans.mismatches import describe_missing
 from reshard.storage import StorageReader
 from reshard.tensors.paths import PathMap, keys_above

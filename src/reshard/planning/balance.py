@@ -1,4 +1,4 @@
-"""Who of several holders writes a chunk.
+"""Choose one writer for each replicated chunk.
 
 Chunks that the same ranks hold form a class. The chunks of a class, in order, are laid
 along a line as long as their bytes, and the line is cut among the holders: each gets as
@@ -49,7 +49,7 @@ def choose_holders(ranks: Ints, starts: Ints, weights: Ints, n_ranks: int) -> In
 
 
 def _classes(ranks: Ints, starts: Ints, counts: Ints) -> list[tuple[Ints, Ints]]:
-    """Chunks with several holders, gathered by who holds them; few holders first.
+    """Chunks with several holders, grouped by their holders; few holders first.
 
     Those with few holders have the least choice, so they choose first.
     """

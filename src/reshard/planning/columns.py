@@ -8,8 +8,10 @@ size 1, extent 1). A 0-dimensional tensor is thus a box of volume 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +27,7 @@ __all__ = [
     "SHARD",
     "TENSOR",
     "Bools",
+    "ChunkTable",
     "Ints",
     "Schema",
     "WriteColumns",
@@ -113,20 +116,59 @@ class WriteColumns:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """Tensors and the chunks that they are cut into, as planned or as stored.
+
+    The chunks of tensor `t` are rows `starts[t]` to `starts[t + 1]` of `offsets` and
+    `sizes`. `aliases[t]` is the tensor that holds the data of tensor `t`, or -1.
+    """
+
+    names: Sequence[str]
+    dtypes: Ints
+    flags: Ints
+    ndims: Ints
+    shapes: Ints
+    aliases: Ints
+    starts: Ints
+    offsets: Ints
+    sizes: Ints
+
+    @property
+    def owners(self) -> Ints:
+        """The tensor that each chunk belongs to."""
+        return np.repeat(np.arange(len(self.shapes)), np.diff(self.starts))
+
+    @cached_property
+    def sources(self) -> Ints:
+        """The tensor that holds the data of each tensor: itself, unless it is an alias."""
+        return np.where(self.aliases < 0, np.arange(len(self.aliases)), self.aliases)
+
+    @cached_property
+    def row_of(self) -> dict[str, int]:
+        """The tensor of each name."""
+        return {name: tensor for tensor, name in enumerate(self.names)}
+
+    def shape_of(self, tensor: int) -> tuple[int, ...]:
+        return tuple(self.shapes[tensor, : self.ndims[tensor]].tolist())
+
+    def of(self, tensor: int) -> tuple[Ints, Ints]:
+        """The offsets and sizes of one tensor's chunks."""
+        rows = slice(int(self.starts[tensor]), int(self.starts[tensor + 1]))
+        return self.offsets[rows], self.sizes[rows]
+
+
 def pad_rows(rows: Sequence[Sequence[int]], width: int, fill: int) -> Ints:
     """Rows of different lengths as one array, `width` wide, padded with `fill`."""
+    lengths = list(map(len, rows))
+    # One element after the other: numpy takes long to look into many small sequences.
+    flat = np.fromiter(itertools.chain.from_iterable(rows), np.int64, sum(lengths))
+    if {*lengths} <= {width}:
+        return flat.reshape(len(rows), width)
     padded = np.full((len(rows), width), fill, dtype=np.int64)
-    if not rows:
-        return padded
-    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    # np.unique would import numpy.ma, at a first save and on all ranks at once.
-    for length in np.flatnonzero(np.bincount(lengths)).tolist():
-        if length == 0:
-            continue
-        chosen = np.flatnonzero(lengths == length)
-        padded[chosen, :length] = (
-            rows if len(chosen) == len(rows) else [rows[row] for row in chosen.tolist()]
-        )
+    counts = np.array(lengths)
+    begins = np.repeat(np.cumsum(counts) - counts, counts)
+    padded[np.repeat(np.arange(len(rows)), counts), np.arange(len(flat)) - begins] = flat
     return padded
 
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from reshard.planning.columns import Bools, Ints
+from reshard.planning.columns import Bools, ChunkTable, Ints
 from reshard.planning.overlaps import overlapping_pairs
 
 __all__ = [
-    "Chunks",
     "find_overlapped",
     "find_overlapping",
     "find_untiled",
-    "find_untiled_rows",
     "out_of_bounds",
     "survey",
     "describe_problem",
@@ -32,28 +30,6 @@ __all__ = [
 
 _MOST_PIECES = 4096
 _MOST_CUTS = 1 << 18
-
-
-class Chunks(NamedTuple):
-    """The chunks of many tensors, tensor after tensor.
-
-    Tensor `t` has the shape `shapes[t]` and the chunks `starts[t]` to `starts[t + 1]`.
-    """
-
-    shapes: Ints
-    starts: Ints
-    offsets: Ints
-    sizes: Ints
-
-    @property
-    def owners(self) -> Ints:
-        """The tensor that each chunk belongs to."""
-        return np.repeat(np.arange(len(self.shapes)), np.diff(self.starts))
-
-    def of(self, tensor: int) -> tuple[Ints, Ints]:
-        """The offsets and sizes of one tensor's chunks."""
-        rows = slice(int(self.starts[tensor]), int(self.starts[tensor + 1]))
-        return self.offsets[rows], self.sizes[rows]
 
 
 def out_of_bounds(shapes: Ints, offsets: Ints, sizes: Ints, owners: Ints) -> Bools:
@@ -74,32 +50,20 @@ def survey(shapes: Ints, offsets: Ints, sizes: Ints, owners: Ints) -> tuple[Bool
     return bad, cut_dims
 
 
-def find_untiled(chunks: Chunks) -> Ints:
-    """The tensors that their chunks do not cover exactly. All chunks are in bounds."""
-    owners = chunks.owners
-    _, cut_dims = survey(chunks.shapes, chunks.offsets, chunks.sizes, owners)
-    return find_untiled_rows(chunks.shapes, owners, chunks.offsets, chunks.sizes, cut_dims)
+def find_untiled(table: ChunkTable, cut_dims: Bools | None = None) -> Ints:
+    """The tensors that their chunks do not cover exactly. All chunks are in bounds.
 
-
-def find_untiled_rows(
-    shapes: Ints,
-    owners: Ints,
-    offsets: Ints,
-    sizes: Ints,
-    cut_dims: Bools,
-    order: Ints | None = None,
-) -> Ints:
-    """The same for chunks in any order, given where tensors are cut.
-
-    `order`, if given, says which rows count and sorts them by owner and position.
+    `cut_dims` is what `survey` says of the table, where that is known. A tensor that is an
+    alias needs no chunks.
     """
+    shapes, owners, offsets, sizes = table.shapes, table.owners, table.offsets, table.sizes
+    if cut_dims is None:
+        _, cut_dims = survey(shapes, offsets, sizes, owners)
     empty = (sizes == 0).any(axis=1)
-    rows = order
     if empty.any():
-        rows = np.flatnonzero(~empty) if order is None else order[~empty[order]]
-    counted = owners if rows is None else owners[rows]
-    counts = np.bincount(counted, minlength=len(shapes))
-    wants_chunks = (shapes > 0).all(axis=1)
+        owners, offsets, sizes = owners[~empty], offsets[~empty], sizes[~empty]
+    counts = np.bincount(owners, minlength=len(shapes))
+    wants_chunks = (shapes > 0).all(axis=1) & (table.aliases < 0)
     bad = wants_chunks & (counts == 0)
     # A tensor without elements is whole whatever its empty chunks say.
     n_cut = np.where(wants_chunks, cut_dims.sum(axis=1), 0)
@@ -107,16 +71,12 @@ def find_untiled_rows(
     for dim in range(shapes.shape[1]):
         chosen = (n_cut == 1) & cut_dims[:, dim]
         if chosen.any():
-            starts, lengths = offsets[:, dim], sizes[:, dim]
-            if rows is not None:
-                starts, lengths = starts[rows], lengths[rows]
-            bad |= _untiled_along(chosen, counted, starts, lengths, shapes[:, dim])
+            bad |= _untiled_along(chosen, owners, offsets[:, dim], sizes[:, dim], shapes[:, dim])
     several = n_cut > 1
     if several.any():
         dims = np.flatnonzero(cut_dims[several].any(axis=0)).tolist()
-        some = np.flatnonzero(several[counted])
-        kept = some if rows is None else rows[some]
-        bad |= _untiled_by_sums(several, dims, counted[some], offsets[kept], sizes[kept], shapes)
+        some = np.flatnonzero(several[owners])
+        bad |= _untiled_by_sums(several, dims, owners[some], offsets[some], sizes[some], shapes)
     return np.flatnonzero(bad)
 
 
@@ -204,20 +164,22 @@ def find_overlapping(offsets: Ints, sizes: Ints, most: int = 3) -> list[tuple[in
     return list(zip(found.left[:most].tolist(), found.right[:most].tolist(), strict=True))
 
 
-def find_overlapped(chunks: Chunks, tensors: Ints) -> tuple[Ints, Ints]:
+def find_overlapped(table: ChunkTable, tensors: Ints) -> tuple[Ints, Ints]:
     """Of `tensors`, those with chunks that overlap, and those too contrived to say."""
-    some = np.zeros(len(chunks.shapes), dtype=bool)
+    if not len(tensors):
+        return tensors, tensors
+    some = np.zeros(len(table.shapes), dtype=bool)
     some[tensors] = True
-    owners = chunks.owners
+    owners = table.owners
     rows = np.flatnonzero(some[owners])
-    found = overlapping_pairs(owners[rows], chunks.offsets[rows], chunks.sizes[rows])
+    found = overlapping_pairs(owners[rows], table.offsets[rows], table.sizes[rows])
     return np.unique(owners[rows[found.left]]), found.undecided
 
 
 def describe_problem(
     shape: Sequence[int], offsets: Ints, sizes: Ints, ranks: Ints | None = None
 ) -> str:
-    """In words: which chunks of one tensor overlap, on which ranks, and where a gap is.
+    """Describe which chunks of one tensor overlap, on which ranks, and where a gap is.
 
     Only called when something is known to be wrong, so clarity comes before speed.
     """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,27 +14,25 @@ from reshard.planning.columns import (
     DTYPE_ITEMSIZES,
     DTYPES,
     Bools,
+    ChunkTable,
     Ints,
     Schema,
     WriteColumns,
     widen,
 )
 from reshard.planning.coverage import (
-    Chunks,
     describe_problem,
     find_overlapped,
     find_untiled,
-    find_untiled_rows,
     out_of_bounds,
     survey,
 )
 from reshard.planning.keys import rank_points
 
 __all__ = [
-    "SortedChunks",
-    "Table",
+    "PlanTable",
     "check_coverage",
-    "check_table",
+    "check_planned",
     "dedup",
     "list_chunks",
     "resolve_aliases",
@@ -46,24 +43,25 @@ _MOST_REPORTED = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class PlanTable:
     """The items of all ranks, rank after rank.
 
     `names` holds each FQN once, in order of first appearance; `name_ids` refer to it.
-    `first_rows` is for each name the row that mentions it first: what that row says
-    about the tensor, all rows say. `order` sorts rows by name, position and rank; equal
-    `sorted_keys` are the same chunk. `distinct` says that no two are equal.
+    `is_value` to `shapes` and `cut_dims` have a row for each name, all others one for each
+    item. `order` sorts items by name, position and rank; equal `sorted_keys` are the same
+    chunk. `distinct` says that no two are equal.
     """
 
     names: list[str]
     plans: Sequence[WriteColumns]
     plan_starts: Ints
-    first_rows: Ints
     name_ids: Ints
     offsets: Ints
     sizes: Ints
-    kinds: Ints
+    is_value: Bools
     dtypes: Ints
+    flags: Ints
+    ndims: Ints
     shapes: Ints
     order: Ints
     sorted_keys: Ints
@@ -77,12 +75,16 @@ class Table:
     def rank_of(self, row: int) -> int:
         return int(np.searchsorted(self.plan_starts, row, side="right")) - 1
 
-    def row_in_plan(self, row: int) -> tuple[WriteColumns, int]:
-        rank = self.rank_of(row)
-        return self.plans[rank], row - int(self.plan_starts[rank])
+    def offsets_of(self, row: int) -> list[int]:
+        offsets: list[int] = self.offsets[row, : self.ndims[self.name_ids[row]]].tolist()
+        return offsets
+
+    def sizes_of(self, row: int) -> list[int]:
+        sizes: list[int] = self.sizes[row, : self.ndims[self.name_ids[row]]].tolist()
+        return sizes
 
 
-def stack(plans: Sequence[WriteColumns]) -> Table:
+def stack(plans: Sequence[WriteColumns]) -> PlanTable:
     """One table of all plans, once it is sure that they speak of the same things."""
     names: dict[str, int] = {}
     ids_of: dict[int, Ints] = {}
@@ -100,7 +102,7 @@ def stack(plans: Sequence[WriteColumns]) -> Table:
     name_ids = _concatenate([ids_of[id(plan.schema)] for plan in plans])
     offsets = _concatenate([widen(plan.offsets, width, 0) for plan in plans], width)
     sizes = _concatenate([widen(plan.sizes, width, 1) for plan in plans], width)
-    kinds, dtypes, shapes, told_by, told_in = _agree(plans, ids_of, len(names), width)
+    is_value, dtypes, flags, ndims, shapes = _agree(plans, ids_of, len(names), width)
 
     bad, cut_dims = survey(shapes, offsets, sizes, name_ids)
     outside = np.flatnonzero(bad)
@@ -110,9 +112,9 @@ def stack(plans: Sequence[WriteColumns]) -> Table:
     order = _sorted_rows(name_ids, keys, len(names))
     sorted_keys = keys[order]
     distinct = not (sorted_keys[1:] == sorted_keys[:-1]).any()
-    return Table(
-        list(names), plans, plan_starts, plan_starts[told_by] + told_in, name_ids, offsets,
-        sizes, kinds, dtypes, shapes, order, sorted_keys, distinct, cut_dims,
+    return PlanTable(
+        list(names), plans, plan_starts, name_ids, offsets, sizes, is_value, dtypes, flags,
+        ndims, shapes, order, sorted_keys, distinct, cut_dims,
     )  # fmt: skip
 
 
@@ -128,53 +130,44 @@ def _sorted_rows(name_ids: Ints, keys: Ints, n_names: int) -> Ints:
 
 def _concatenate(parts: list[Ints], width: int | None = None) -> Ints:
     if parts:
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
     return np.zeros((0,) if width is None else (0, width), dtype=np.int64)
 
 
 def _agree(
     plans: Sequence[WriteColumns], ids_of: dict[int, Ints], n_names: int, width: int
-) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Kind, dtype and shape of each name, which must be the same on all ranks.
+) -> tuple[Bools, Ints, Ints, Ints, Ints]:
+    """Kind, dtype, flags, dimensions and shape of each name.
 
-    Also which rank was the first to say so, and in which row of its plan.
+    All but the flags must be the same on all ranks; those of the first rank count.
     """
     distinct: dict[int, tuple[Schema, int]] = {}
     for rank, plan in enumerate(plans):
         distinct.setdefault(id(plan.schema), (plan.schema, rank))
-    kinds = np.full(n_names, -1, dtype=np.int64)
-    dtypes = np.zeros(n_names, dtype=np.int64)
-    ndims = np.zeros(n_names, dtype=np.int64)
-    shapes = np.ones((n_names, width), dtype=np.int64)
-    told_by = np.zeros(n_names, dtype=np.int64)
-    told_in = np.zeros(n_names, dtype=np.int64)
+    # A name may occur in several rows of one schema; the first row counts.
+    known: Ints = np.full((n_names, 5 + width), -1, dtype=np.int64)
     for schema, rank in distinct.values():
         ids = ids_of[id(schema)]
-        # A name may occur in several rows of one schema; let the first row speak first.
-        backwards = np.flatnonzero(kinds[ids] < 0)[::-1]
-        new = ids[backwards]
-        kinds[new] = schema.kinds[backwards] == BYTES
-        dtypes[new] = schema.dtypes[backwards]
-        ndims[new] = schema.ndims[backwards]
-        shapes[new] = widen(schema.shapes, width, 1)[backwards]
-        told_by[new] = rank
-        told_in[new] = backwards
-        differs = kinds[ids] != (schema.kinds == BYTES)
-        differs |= dtypes[ids] != schema.dtypes
-        differs |= ndims[ids] != schema.ndims
-        differs |= (shapes[ids] != widen(schema.shapes, width, 1)).any(axis=1)
+        own = np.empty((len(schema), 5 + width), dtype=np.int64)
+        own[:, 0], own[:, 1], own[:, 2] = schema.kinds == BYTES, schema.dtypes, schema.ndims
+        own[:, 3 : 3 + width] = widen(schema.shapes, width, 1)
+        own[:, -2], own[:, -1] = schema.flags, rank
+        new = np.flatnonzero(known[ids, 0] < 0)[::-1]
+        known[ids[new]] = own[new]
+        differs = (known[ids, :-2] != own[:, :-2]).any(axis=1)
         if differs.any():
             row = int(np.flatnonzero(differs)[0])
-            other = plans[int(told_by[ids[row]])].schema
+            first = int(known[ids[row], -1])
+            other = plans[first].schema
             other_row = other.names.index(schema.names[row])
             raise ReplicaConflictError(
                 f"ranks disagree about {schema.names[row]!r}: "
-                f"{_describe_row(other, other_row)} on rank {int(told_by[ids[row]])}, but "
+                f"{_describe_row(other, other_row)} on rank {first}, but "
                 f"{_describe_row(schema, row)} on rank {rank}. All ranks must offer the same "
                 "tensor under one name; give values that differ by rank a name of their own "
                 "on each rank"
             )
-    return kinds, dtypes, shapes, told_by, told_in
+    return known[:, 0] > 0, known[:, 1], known[:, -2], known[:, 2], known[:, 3 : 3 + width]
 
 
 def _describe_row(schema: Schema, row: int) -> str:
@@ -196,7 +189,7 @@ def _describe_outside(plans: Sequence[WriteColumns], plan_starts: Ints, row: int
     )
 
 
-def dedup(table: Table, to_lowest_rank: bool = False, leave_out: Sequence[int] = ()) -> Bools:
+def dedup(table: PlanTable, to_lowest_rank: bool = False, leave_out: Sequence[int] = ()) -> Bools:
     """Which rows stay: of equal chunks on several ranks, one; of names to leave out, none.
 
     The bytes are balanced over the ranks, or all given to the lowest rank that has them.
@@ -224,7 +217,7 @@ def dedup(table: Table, to_lowest_rank: bool = False, leave_out: Sequence[int] =
     return keep
 
 
-def _groups(table: Table, rows: Bools) -> tuple[Ints, Ints]:
+def _groups(table: PlanTable, rows: Bools) -> tuple[Ints, Ints]:
     """The given rows with equal chunks side by side, and where each group begins."""
     chosen = rows[table.order]
     order, keys = table.order[chosen], table.sorted_keys[chosen]
@@ -232,7 +225,7 @@ def _groups(table: Table, rows: Bools) -> tuple[Ints, Ints]:
     return order, np.append(begins, len(order))
 
 
-def _check_same_region(table: Table, order: Ints, groups: Ints, empty: Bools) -> None:
+def _check_same_region(table: PlanTable, order: Ints, groups: Ints, empty: Bools) -> None:
     if len(groups) - 1 == len(order):
         return
     leaders = np.repeat(order[groups[:-1]], np.diff(groups))
@@ -240,29 +233,27 @@ def _check_same_region(table: Table, order: Ints, groups: Ints, empty: Bools) ->
     if differs.any():
         position = int(np.flatnonzero(differs)[0])
         row, other = int(order[position]), int(leaders[position])
-        plan, local = table.row_in_plan(row)
-        dims = int(plan.schema.ndims[local])
         raise ReplicaConflictError(
-            f"two chunks of {plan.schema.names[local]!r} start at "
-            f"{table.offsets[row, :dims].tolist()} with different sizes: "
-            f"{table.sizes[other, :dims].tolist()} on rank {table.rank_of(other)}, "
-            f"{table.sizes[row, :dims].tolist()} on rank {table.rank_of(row)}. Shard the tensor "
+            f"two chunks of {table.names[table.name_ids[row]]!r} start at "
+            f"{table.offsets_of(row)} with different sizes: "
+            f"{table.sizes_of(other)} on rank {table.rank_of(other)}, "
+            f"{table.sizes_of(row)} on rank {table.rank_of(row)}. Shard the tensor "
             "over one mesh, with the same placements on all ranks"
         )
 
 
-def _weights(table: Table, rows: Ints) -> Ints:
+def _weights(table: PlanTable, rows: Ints) -> Ints:
     """Bytes of each row; at least 1, since a value of unknown size is not free."""
     names = table.name_ids[rows]
     sizes: Ints = table.sizes[rows].prod(axis=1) * DTYPE_ITEMSIZES[table.dtypes[names]]
-    values = np.flatnonzero(table.kinds[names])
+    values = np.flatnonzero(table.is_value[names])
     if len(values):
         nbytes = np.concatenate([plan.nbytes for plan in table.plans])
         sizes[values] = nbytes[rows[values]]
     return np.asarray(np.maximum(sizes, 1))
 
 
-def resolve_aliases(table: Table) -> dict[int, int]:
+def resolve_aliases(table: PlanTable) -> dict[int, int]:
     """Names that are, on every rank, another name for the same memory: id -> id.
 
     A name is written under the other one only if all ranks that hold a part of it agree
@@ -290,15 +281,14 @@ def resolve_aliases(table: Table) -> dict[int, int]:
     return {name: to for name, to in agreed.items() if to not in agreed}
 
 
-class SortedChunks(NamedTuple):
-    """Rows of a table, name after name and by position; `starts` is where each name begins."""
+def list_chunks(
+    table: PlanTable, keep: Bools, aliases: Mapping[int, int] | None = None
+) -> tuple[Ints, ChunkTable]:
+    """The chunks that stay, tensor after tensor and by position; and which items they are.
 
-    rows: Ints
-    starts: Ints
-
-
-def list_chunks(table: Table, keep: Bools) -> SortedChunks:
-    """The rows that stay, sorted."""
+    Values that are not tensors are left out. `aliases` are names without chunks of their
+    own, and whose chunks they have.
+    """
     rows, keys = table.order, table.sorted_keys
     if not keep.all():
         chosen = keep[table.order]
@@ -306,82 +296,80 @@ def list_chunks(table: Table, keep: Bools) -> SortedChunks:
     doubled = np.flatnonzero(keys[1:] == keys[:-1])
     if len(doubled):
         first, second = int(rows[doubled[0]]), int(rows[doubled[0] + 1])
-        plan, local = table.row_in_plan(first)
-        dims = int(plan.schema.ndims[local])
         raise PlanError(
             f"rank {table.rank_of(first)} and rank {table.rank_of(second)} both plan to write "
-            f"{table.names[table.name_ids[first]]!r} at {table.offsets[first, :dims].tolist()}. "
+            f"{table.names[table.name_ids[first]]!r} at {table.offsets_of(first)}. "
             "Deduplicate the plans first, or leave the item to one rank"
         )
-    counts = np.bincount(table.name_ids[rows], minlength=len(table.names))
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return SortedChunks(rows, starts)
-
-
-def check_table(table: Table, chunks: SortedChunks, leave_out: Sequence[int] = ()) -> list[str]:
-    """What is wrong with the chunks of a table, in words. Rows are known to be in bounds.
-
-    Several ranks must hold every tensor whole; names to leave out need not be there.
-    """
-    shapes = table.shapes
-    if leave_out:
-        # A tensor without elements wants no chunks.
-        shapes = shapes.copy()
-        shapes[list(leave_out)] = 0
-    rows = chunks.rows
-    suspects = find_untiled_rows(
-        shapes, table.name_ids, table.offsets, table.sizes, table.cut_dims, rows
+    tensors, names = np.arange(len(table.names)), table.names
+    if table.is_value.any():
+        rows = rows[~table.is_value[table.name_ids[rows]]]
+        tensors = np.flatnonzero(~table.is_value)
+        names = [table.names[name_id] for name_id in tensors.tolist()]
+    counts = np.bincount(table.name_ids[rows], minlength=len(table.names))[tensors]
+    starts = np.zeros(len(tensors) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    targets = np.full(len(tensors), -1, dtype=np.int64)
+    if aliases:
+        position = {name_id: tensor for tensor, name_id in enumerate(tensors.tolist())}
+        for name_id, target in aliases.items():
+            targets[position[name_id]] = position[target]
+    return rows, ChunkTable(
+        names=names,
+        dtypes=table.dtypes[tensors],
+        flags=table.flags[tensors],
+        ndims=table.ndims[tensors],
+        shapes=table.shapes[tensors],
+        aliases=targets,
+        starts=starts,
+        offsets=table.offsets[rows],
+        sizes=table.sizes[rows],
     )
-    if not len(suspects):
+
+
+def check_planned(table: PlanTable, rows: Ints, chunks: ChunkTable) -> list[str]:
+    """Describe what is wrong with planned chunks, which are known to be in bounds.
+
+    Several ranks must hold every tensor whole.
+    """
+    if not len(find_untiled(chunks, table.cut_dims[~table.is_value])):
         return []
-    ndims = np.zeros(len(table.names), dtype=np.int64)
-    for name in suspects.tolist():
-        plan, row = table.row_in_plan(int(table.first_rows[name]))
-        ndims[name] = plan.schema.ndims[row]
-    holders = table.ranks[rows]
-    listed = Chunks(shapes, chunks.starts, table.offsets[rows], table.sizes[rows])
-    return check_coverage(table.names, listed, ndims, len(table.plans) > 1, holders)
+    return check_coverage(chunks, len(table.plans) > 1, table.ranks[rows])
 
 
-def check_coverage(
-    names: Sequence[str],
-    chunks: Chunks,
-    ndims: Ints,
-    whole: bool,
-    holders: Ints | None = None,
-) -> list[str]:
-    """What is wrong with the chunks of each tensor, in words; empty if nothing is.
+def check_coverage(table: ChunkTable, whole: bool, holders: Ints | None = None) -> list[str]:
+    """Describe what is wrong with the chunks of each tensor; empty if nothing is.
 
     `holders` are the ranks that write the chunks, where known. Without `whole`, only
     overlaps count: the plan of a single rank that holds a part of a tensor is not wrong.
     """
-    outside = out_of_bounds(chunks.shapes, chunks.offsets, chunks.sizes, chunks.owners)
-    reaching_out, rows = np.unique(chunks.owners[outside], return_index=True)
+    outside = np.flatnonzero(out_of_bounds(table.shapes, table.offsets, table.sizes, table.owners))
+    reaching_out = dict(zip(table.owners[outside][::-1].tolist(), outside[::-1], strict=True))
     errors = []
-    for tensor, row in zip(reaching_out.tolist(), np.flatnonzero(outside)[rows], strict=True):
-        dims = int(ndims[tensor])
+    for tensor, row in sorted(reaching_out.items()):
+        dims = int(table.ndims[tensor])
         errors.append(
-            f"{names[tensor]!r} has a chunk at {chunks.offsets[row, :dims].tolist()} of sizes "
-            f"{chunks.sizes[row, :dims].tolist()} that reaches outside of its shape "
-            f"{chunks.shapes[tensor, :dims].tolist()}"
+            f"{table.names[tensor]!r} has a chunk at {table.offsets[row, :dims].tolist()} of sizes "
+            f"{table.sizes[row, :dims].tolist()} that reaches outside of its shape "
+            f"{table.shapes[tensor, :dims].tolist()}"
         )
-    if len(reaching_out):
+    if reaching_out:
         # Their points would lie outside of the space in which the proof is made.
-        shapes = chunks.shapes[chunks.owners]
-        offsets = np.clip(chunks.offsets, 0, shapes)
-        chunks = chunks._replace(offsets=offsets, sizes=np.clip(chunks.sizes, 0, shapes - offsets))
-    suspects = find_untiled(chunks)
+        shapes = table.shapes[table.owners]
+        offsets = np.clip(table.offsets, 0, shapes)
+        table = replace(table, offsets=offsets, sizes=np.clip(table.sizes, 0, shapes - offsets))
+    suspects = find_untiled(table)
     if not whole:
-        suspects = np.concatenate(find_overlapped(chunks, suspects))
+        suspects = np.concatenate(find_overlapped(table, suspects))
     for tensor in sorted(suspects.tolist()):
         if tensor in reaching_out:
             continue
-        offsets, sizes = chunks.of(tensor)
-        shape = chunks.shapes[tensor, : ndims[tensor]].tolist()
-        begin, end = int(chunks.starts[tensor]), int(chunks.starts[tensor + 1])
+        offsets, sizes = table.of(tensor)
+        shape = table.shapes[tensor, : table.ndims[tensor]].tolist()
+        begin, end = int(table.starts[tensor]), int(table.starts[tensor + 1])
         ranks = None if holders is None else holders[begin:end]
         problem = describe_problem(shape, offsets, sizes, ranks)
-        errors.append(f"{names[tensor]!r} of shape {shape}: {problem}")
+        errors.append(f"{table.names[tensor]!r} of shape {shape}: {problem}")
     if len(errors) > _MOST_REPORTED:
         rest = len(errors) - _MOST_REPORTED
         errors = [*errors[:_MOST_REPORTED], f"and {rest} more tensors like these"]

@@ -19,11 +19,11 @@ from reshard.planning.columns import Ints, Schema, WriteColumns
 __all__ = [
     "pack_array",
     "pack_compressed",
-    "pack_placement",
+    "pack_regions",
     "pack_schema",
     "unpack_array",
     "unpack_compressed",
-    "unpack_placement",
+    "unpack_regions",
     "unpack_schema",
 ]
 
@@ -88,7 +88,7 @@ def unpack_schema(data: bytes) -> Schema:
     return Schema(tuple(names), kinds, dtypes, flags, ndims, unpack_array(shapes, len(names)))
 
 
-def pack_placement(columns: WriteColumns) -> bytes:
+def pack_regions(columns: WriteColumns) -> bytes:
     """What a plan says beyond its schema: which regions, and where they go."""
     return msgspec.msgpack.encode(
         [
@@ -104,7 +104,7 @@ def pack_placement(columns: WriteColumns) -> bytes:
     )
 
 
-def unpack_placement(data: bytes, schema: Schema) -> WriteColumns:
+def unpack_regions(data: bytes, schema: Schema) -> WriteColumns:
     offsets, sizes, hints, nbytes, aliases = msgspec.msgpack.decode(data)
     rows = len(schema)
     return WriteColumns(

@@ -1,4 +1,4 @@
-"""A list that makes its elements from columns when somebody looks at them."""
+"""A list that makes its elements from columns on demand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, Generic, SupportsIndex, TypeVar, overload
 __all__ = ["LazyList"]
 
 T = TypeVar("T")
+
+_MOST_SHOWN = 10
+"""How many elements a repr shows; a list may have a million."""
 
 
 class LazyList(MutableSequence[T], Generic[T]):
@@ -103,4 +106,12 @@ class LazyList(MutableSequence[T], Generic[T]):
     __hash__ = None  # type: ignore[assignment]  # mutable, as a list is
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self)} elements>"
+        shown = [self.look_at(position) for position in range(min(len(self), _MOST_SHOWN))]
+        rest = len(self) - len(shown)
+        return f"{repr(shown)[:-1]}, ... and {rest} more]" if rest else repr(shown)
+
+    def look_at(self, position: int) -> T:
+        """An element for reading only. It is not kept, so the columns stay in charge."""
+        if self._elements is not None:
+            return self._elements[position]
+        return self._handed_out.get(position) or self._make_one(position)

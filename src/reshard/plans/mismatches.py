@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from reshard.api import MissingKeyError, ShapeMismatchError
-from reshard.metadata import STORAGE_TYPES, BytesStorageMetadata
 from reshard.tensors.shards import describes_itself
 
 __all__ = ["describe_missing", "matches", "missing_keys", "shape_mismatch"]
@@ -159,23 +158,28 @@ def _find_wrappers(missing: Sequence[str], unused: AbstractSet[str]) -> Advice |
 # Shapes
 
 
-def matches(entry: STORAGE_TYPES, value: Any) -> bool:
-    """Whether a stored value can be loaded into `value`, as far as kind and shape go."""
-    if isinstance(entry, BytesStorageMetadata):
-        return True
+def matches(shape: tuple[int, ...], value: Any) -> bool:
+    """Whether a stored tensor can be loaded into `value`, as far as kind and shape go."""
     if not isinstance(value, torch.Tensor) and not describes_itself(value, "__create_chunk_list__"):
         return False
     size = getattr(value, "size", None)
-    return not callable(size) or tuple(size()) == tuple(entry.size)
+    return not callable(size) or tuple(size()) == shape
 
 
 def shape_mismatch(
-    state_dict: Mapping[str, Any], stored: Mapping[str, STORAGE_TYPES]
+    state_dict: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...] | None]
 ) -> ShapeMismatchError:
-    """Why values of `state_dict` cannot be filled; at least one does not match."""
-    wrong = [k for k, v in state_dict.items() if k in stored and not matches(stored[k], v)]
+    """Why values of `state_dict` cannot be filled with tensors of `shapes`, if any of them cannot.
+
+    A shape of None is that of a value that is not a tensor.
+    """
+    wrong = [
+        fqn
+        for fqn, shape in shapes.items()
+        if shape is not None and not matches(shape, state_dict[fqn])
+    ]
     fqn = wrong[0]
-    value, saved = state_dict[fqn], tuple(stored[fqn].size)  # type: ignore[union-attr]
+    value, saved = state_dict[fqn], shapes[fqn] or ()
     others = f"\n{len(wrong) - 1} more do not fit: {_listed(wrong[1:])}." if wrong[1:] else ""
     size = getattr(value, "size", None)
     if not callable(size):

@@ -12,11 +12,18 @@ import torch
 
 from reshard.metadata import MetadataIndex
 from reshard.planner import LoadItemType, ReadItem
-from reshard.planning.columns import Ints
+from reshard.planning.columns import ChunkTable, Ints
 from reshard.planning.packing import pack_array, pack_compressed, unpack_array, unpack_compressed
 from reshard.plans.lazy_list import LazyList
 
-__all__ = ["ReadColumns", "ReadItems", "pack_read_columns", "read_columns", "unpack_read_columns"]
+__all__ = [
+    "ReadColumns",
+    "ReadItems",
+    "pack_read_columns",
+    "read_columns",
+    "unpack_read_columns",
+    "untouched_reads",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +33,8 @@ class ReadColumns:
     `names` holds each FQN once; `dest_names` and `storage_names` refer to it. `regions`
     has for each row five points: the start of the local shard in the tensor, of the
     region in that shard, of the stored chunk in the tensor, of the region in that
-    chunk, and the lengths.
+    chunk, and the lengths. Where the chunks are those of `table`, `chunk_rows` are their
+    rows in it, -1 for values; neither is sent to other ranks.
     """
 
     names: tuple[str, ...]
@@ -37,9 +45,29 @@ class ReadColumns:
     dest_hints: Ints
     storage_hints: Ints
     regions: Ints
+    table: ChunkTable | None = None
+    chunk_rows: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.dest_names)
+
+    def rows_in(self, table: ChunkTable) -> Ints:
+        """The rows of the chunks in `table`; -1 for values, and where that is not certain."""
+        if self.table is table and self.chunk_rows is not None:
+            return self.chunk_rows
+        tensors = np.array([table.row_of.get(name, -1) for name in self.names], dtype=np.int64)
+        tensors = tensors[self.storage_names]
+        rows: Ints = np.full(len(self), -1, dtype=np.int64)
+        known = np.flatnonzero((tensors >= 0) & (self.storage_hints >= 0) & (self.is_value == 0))
+        sources = table.sources[tensors[known]]
+        guesses = table.starts[sources] + self.storage_hints[known]
+        known, guesses = (c[guesses < table.starts[sources + 1]] for c in (known, guesses))
+        # A hint is right if the chunk at that place has the same offsets.
+        width = min(self.regions.shape[2], table.offsets.shape[1])
+        same = table.offsets[guesses, :width] == self.regions[known, 2, :width]
+        right = same.all(axis=1)
+        rows[known[right]] = guesses[right]
+        return rows
 
 
 class ReadItems(LazyList[ReadItem]):
@@ -51,10 +79,6 @@ class ReadItems(LazyList[ReadItem]):
 
     def _column_length(self) -> int:
         return len(self.base)
-
-    def make(self, position: int) -> ReadItem:
-        """One item, to be looked at only: the columns go on to say everything."""
-        return self._make_one(position)
 
     def _make_one(self, position: int) -> ReadItem:
         base = self.base
@@ -116,6 +140,11 @@ def _read_item(
         torch.Size(storage_offsets[:dims]),
         torch.Size(lengths[:dims]),
     )
+
+
+def untouched_reads(items: Sequence[ReadItem]) -> ReadItems | None:
+    """`items`, if they are columns of which no item was handed out."""
+    return items if isinstance(items, ReadItems) and items.untouched else None
 
 
 def read_columns(items: Sequence[ReadItem]) -> ReadColumns:

@@ -1,4 +1,4 @@
-"""What a planner is known for: which of its steps are the default ones, and which a user's.
+"""Which steps of a planner are the default ones, and what follows from that.
 
 Asked once for each operation. Nothing outside of this room compares methods of planners, or asks
 whether a planner is one of ours.
@@ -48,7 +48,7 @@ class SaveTraits:
 
 
 def save_traits(planner: object) -> SaveTraits:
-    """The traits of a save planner, whoever wrote it."""
+    """The traits of any save planner."""
     return SaveTraits(
         is_default=getattr(planner, "_is_default_planner", False),
         keeps_values=_has_default(planner, "resolve_data", "lookup_object", "transform_object"),
@@ -72,7 +72,7 @@ class LoadTraits:
 
 
 def load_traits(planner: object) -> LoadTraits:
-    """The traits of a load planner, whoever wrote it."""
+    """The traits of any load planner."""
     in_place = _has_default(planner, "commit_tensor")
     return LoadTraits(
         is_default=getattr(planner, "_is_default_planner", False),

@@ -1,6 +1,6 @@
 """Plans and results on the wire between ranks: columns, not pickles.
 
-A plan is sent as its schema, which is the same on most ranks, and its placement. The
+A plan is sent as its schema, which is the same on most ranks, and its regions. The
 coordinator decodes each distinct schema once. Its answer to a rank says which of that
 rank's own items stay; only a plan that somebody rebuilt is sent in full. What users put
 into `planner_data` and `storage_data` is their own, and is pickled if it has to be.
@@ -23,14 +23,14 @@ from reshard.planner import LoadPlan, SavePlan, WriteItem
 from reshard.planning.columns import Bools
 from reshard.planning.packing import (
     pack_array,
-    pack_placement,
+    pack_regions,
     pack_schema,
     unpack_array,
-    unpack_placement,
+    unpack_regions,
     unpack_schema,
 )
 from reshard.plans.read_items import ReadItems, pack_read_columns, read_columns, unpack_read_columns
-from reshard.plans.results import Placement, WriteResults, WrittenFile
+from reshard.plans.results import WriteResults, WrittenColumns, WrittenFile
 from reshard.plans.write_items import WriteItems, write_columns
 from reshard.storage import WriteResult
 from reshard.tensors.paths import PathMap
@@ -62,7 +62,7 @@ def encode_save_plan(plan: SavePlan) -> bytes:
     columns = write_columns(plan.items)
     body: Any = None
     if len(columns):
-        body = pack_schema(columns.schema), pack_placement(columns)
+        body = pack_schema(columns.schema), pack_regions(columns)
     return msgspec.msgpack.encode(
         (
             body,
@@ -83,11 +83,11 @@ def decode_save_plans(encoded: Sequence[bytes]) -> list[SavePlan]:
         body, planner_data, storage_data, usable, mark = msgspec.msgpack.decode(message)
         items: Any = []
         if body is not None:
-            packed_schema, placement = body
+            packed_schema, regions = body
             schema = schemas.get(packed_schema)
             if schema is None:
                 schema = schemas[packed_schema] = unpack_schema(packed_schema)
-            items = WriteItems(unpack_placement(placement, schema))
+            items = WriteItems(unpack_regions(regions, schema))
         plans.append(
             SavePlan(
                 items,
@@ -208,22 +208,22 @@ def encode_results(results: Sequence[WriteResult], as_answered: bool) -> bytes:
     """What became of a plan. With `as_answered`, its items are those that were sent back."""
     if not isinstance(results, WriteResults) or not results.untouched:
         return msgspec.msgpack.encode((None, pickle.dumps(list(results)), 0, None))
-    placement = results.placement
+    written = results.written
     numbers = np.stack(
         (
-            placement.file_ids,
-            placement.begins,
-            placement.nbytes,
-            placement.checksums,
-            placement.pickled,
+            written.file_ids,
+            written.begins,
+            written.nbytes,
+            written.checksums,
+            written.pickled,
         ),
         axis=1,
     )
     items = None
     if not as_answered:
         columns = write_columns(results.items)
-        items = pack_schema(columns.schema), pack_placement(columns)
-    return msgspec.msgpack.encode((placement.files, pack_array(numbers), len(numbers), items))
+        items = pack_schema(columns.schema), pack_regions(columns)
+    return msgspec.msgpack.encode((written.files, pack_array(numbers), len(numbers), items))
 
 
 def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResult]:
@@ -233,8 +233,8 @@ def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResu
         results: list[WriteResult] = pickle.loads(numbers)
         return results
     if own_items is not None:
-        schema, placement = own_items
-        items = WriteItems(unpack_placement(placement, unpack_schema(schema)))
+        schema, regions = own_items
+        items = WriteItems(unpack_regions(regions, unpack_schema(schema)))
     if len(items) != count:
         raise CheckpointException(
             f"a rank wrote {count} items, but its plan has {len(items)}: a planner or storage of "
@@ -243,7 +243,7 @@ def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResu
     table = unpack_array(numbers, count)
     file_ids, begins, nbytes, checksums, pickled = table.T
     written = [WrittenFile(*file) for file in files]
-    where = Placement(written, file_ids, begins, nbytes, checksums, pickled)
+    where = WrittenColumns(written, file_ids, begins, nbytes, checksums, pickled)
     return WriteResults(items, where)  # type: ignore[return-value]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from reshard.planning.columns import (
     WriteColumns,
     pad_rows,
 )
-from reshard.planning.packing import pack_placement, pack_schema, unpack_placement, unpack_schema
+from reshard.planning.packing import pack_regions, pack_schema, unpack_regions, unpack_schema
 from reshard.plans.lazy_list import LazyList
 from reshard.tensors.storages import MKLDNN
 
@@ -35,7 +35,7 @@ __all__ = [
     "WriteItems",
     "flags_of",
     "properties_from",
-    "properties_of",
+    "untouched_items",
     "write_columns",
 ]
 
@@ -43,6 +43,7 @@ _KIND_OF = {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD, WriteItemT
 _TYPE_OF = {code: kind for kind, code in _KIND_OF.items()}
 
 REQUIRES_GRAD, PINNED, NO_OFFSET = 1, 2, 4
+"""Bits in the `flags` column; the last is about the item, not the tensor."""
 _FORMATS = (
     torch.contiguous_format,
     torch.channels_last,
@@ -63,6 +64,10 @@ _LAYOUTS = (
 _LAYOUT_SHIFT = 5
 
 
+TensorRow: TypeAlias = tuple[str, torch.dtype | None, list[int], list[int], list[int]]
+"""Name, dtype (None for a value), shape, offsets and sizes."""
+
+
 def flags_of(properties: TensorProperties, has_offset: bool = True) -> int:
     """Everything about a tensor's properties but its dtype, in one number."""
     return (
@@ -72,11 +77,6 @@ def flags_of(properties: TensorProperties, has_offset: bool = True) -> int:
         | _FORMATS.index(properties.memory_format) << _FORMAT_SHIFT
         | _LAYOUTS.index(properties.layout) << _LAYOUT_SHIFT
     )
-
-
-def properties_of(schema: Schema, row: int) -> TensorProperties:
-    """The properties of the tensor that a row of a schema speaks of."""
-    return properties_from(DTYPES[schema.dtypes[row]], int(schema.flags[row]))
 
 
 def properties_from(dtype: torch.dtype, flags: int) -> TensorProperties:
@@ -132,14 +132,8 @@ class RowBuilder:
         self._aliases.append(alias)
 
     def add_value(self, name: str, nbytes: int = -1, hint: int = -1) -> None:
-        self._names.append(name)
-        self._codes.append((BYTES, 0, 0))
-        self._shapes.append(())
-        self._offsets.append(())
-        self._sizes.append(())
-        self._hints.append(hint)
-        self._nbytes.append(nbytes)
-        self._aliases.append(-1)
+        self.add_region(name, BYTES, DTYPES[0], 0, (), (), (), hint)
+        self._nbytes[-1] = nbytes
 
     def add_item(self, item: WriteItem) -> None:
         name, data = item.index.fqn, item.tensor_data
@@ -209,6 +203,14 @@ def write_columns(items: Sequence[WriteItem]) -> WriteColumns:
     return builder.build()
 
 
+def untouched_items(items: Sequence[WriteItem]) -> WriteItems | None:
+    """`items`, if they are columns of which no item was handed out."""
+    return items if isinstance(items, WriteItems) and items.untouched else None
+
+
+_ALL = slice(None)
+
+
 class WriteItems(LazyList[WriteItem]):
     """Write items kept as columns.
 
@@ -247,41 +249,40 @@ class WriteItems(LazyList[WriteItem]):
     def _column_length(self) -> int:
         return len(self.base) if self.rows is None else len(self.rows)
 
-    def make(self, position: int) -> WriteItem:
-        """One item, to be looked at only: the columns go on to say everything."""
-        return self._make_one(position)
-
     def _make_one(self, position: int) -> WriteItem:
-        return self._make(slice(position, position + 1))[0]
+        (row,) = self._rows(slice(position, position + 1))
+        return _write_item(*row)
 
     def _make_all(self) -> list[WriteItem]:
-        return self._make(slice(None))
+        return [_write_item(*row) for row in self._rows()]
 
-    def _make(self, positions: slice) -> list[WriteItem]:
+    def tensor_rows(self) -> Iterator[TensorRow]:
+        """What the columns say of each item, without making items."""
+        for name, kind, code, _, dims, shape, offsets, sizes, _, _ in self._rows():
+            dtype = None if kind == BYTES else DTYPES[code]
+            yield name, dtype, shape[:dims], offsets[:dims], sizes[:dims]
+
+    def _rows(self, positions: slice = _ALL) -> Iterator[tuple[Any, ...]]:
         base, schema = self.base, self.base.schema
-        rows = np.arange(len(base)) if self.rows is None else self.rows
-        rows = rows[positions]
+        rows = (np.arange(len(base)) if self.rows is None else self.rows)[positions]
         hints = base.hints[rows] if self.hints is None else self.hints[positions]
-        return [
-            _write_item(schema.names[row], *columns)
-            for row, *columns in zip(
-                rows.tolist(),
-                schema.kinds[rows].tolist(),
-                schema.dtypes[rows].tolist(),
-                schema.flags[rows].tolist(),
-                schema.ndims[rows].tolist(),
-                schema.shapes[rows].tolist(),
-                base.offsets[rows].tolist(),
-                base.sizes[rows].tolist(),
-                hints.tolist(),
-                base.nbytes[rows].tolist(),
-                strict=True,
-            )
-        ]
+        return zip(
+            map(schema.names.__getitem__, rows.tolist()),
+            schema.kinds[rows].tolist(),
+            schema.dtypes[rows].tolist(),
+            schema.flags[rows].tolist(),
+            schema.ndims[rows].tolist(),
+            schema.shapes[rows].tolist(),
+            base.offsets[rows].tolist(),
+            base.sizes[rows].tolist(),
+            hints.tolist(),
+            base.nbytes[rows].tolist(),
+            strict=True,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self.columns()
-        return _unpack_write_items, (pack_schema(columns.schema), pack_placement(columns))
+        return _unpack_write_items, (pack_schema(columns.schema), pack_regions(columns))
 
 
 def _write_item(
@@ -312,5 +313,5 @@ def _write_item(
     )
 
 
-def _unpack_write_items(schema: bytes, placement: bytes) -> WriteItems:
-    return WriteItems(unpack_placement(placement, unpack_schema(schema)))
+def _unpack_write_items(schema: bytes, regions: bytes) -> WriteItems:
+    return WriteItems(unpack_regions(regions, unpack_schema(schema)))

@@ -41,38 +41,42 @@ class LocalStore:
     """How long to wait for another process that is just committing."""
 
     def __init__(self, path: str | os.PathLike[str], system: ModuleType | Any = os) -> None:
-        self.path = Path(path)
+        # Strings from here on: joining and opening pathlib paths takes longer than the call.
+        self.location = str(Path(path))
         self._system = system
 
-    @property
-    def location(self) -> str:
-        return str(self.path)
+    def _path(self, key: str) -> str:
+        return f"{self.location}/{key}"
 
     def create(self) -> None:
-        missing = [self.path, *self.path.parents]
-        missing = missing[: next(i for i, path in enumerate(missing) if path.is_dir())]
-        self._system.makedirs(self.path, exist_ok=True)
+        missing = []
+        path = self.location
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path) or "."
+        if missing:
+            self._system.makedirs(self.location, exist_ok=True)
         # The name of a new directory is stored in its parent.
         for path in missing:
-            self._sync_directory(path.parent)
+            self._sync_directory(os.path.dirname(path) or ".")
 
     def open_writer(self, key: str, nbytes: int) -> _LocalWriter:
         return self._open_writer(key, os.O_CREAT | os.O_EXCL)
 
     def _open_writer(self, key: str, flags: int) -> _LocalWriter:
-        path = self.path / key
+        path = self._path(key)
         # Links are not followed, and a pipe is not waited for.
         flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return _LocalWriter(path, self._system.open(path, flags, 0o666), self._system)
 
     def open_reader(self, key: str) -> _LocalReader:
-        path = self.path / key
-        # Not blocking, since to open a pipe would wait for somebody to write to it.
+        path = self._path(key)
+        # Not blocking: opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         return _LocalReader(path, self._system.open(path, flags), self._system)
 
     def sync(self) -> None:
-        self._sync_directory(self.path)
+        self._sync_directory(self.location)
 
     def version(self, key: str) -> str | None:
         try:
@@ -97,9 +101,9 @@ class LocalStore:
         with self._locked():
             found = self.version(key)
             if found != expected:
-                raise VersionConflict(f"{self.path / key} is {found}, not {expected}")
-            self._system.rename(self.path / draft, self.path / key)
-        self._sync_directory(self.path)
+                raise VersionConflict(f"{self._path(key)} is {found}, not {expected}")
+            self._system.rename(self._path(draft), self._path(key))
+        self._sync_directory(self.location)
         return _version(len(data), data[-_VERSION_BYTES:])
 
     @contextlib.contextmanager
@@ -111,21 +115,21 @@ class LocalStore:
         commits in the same instant may both succeed. The last one counts, and is whole.
         """
         with contextlib.ExitStack() as opened:
-            descriptor = self._open_to_lock(opened, self.path, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = self._open_to_lock(opened, self.location, os.O_RDONLY | os.O_DIRECTORY)
             if not self._lock(descriptor):
                 descriptor = self._open_to_lock(
-                    opened, self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+                    opened, self._path(LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
                 )
                 if not self._lock(descriptor):
-                    logger.info("%s has no locks; commits to it are not serialised", self.path)
+                    logger.info("%s has no locks; commits to it are not serialised", self.location)
             try:
                 yield
             finally:
-                # Said aloud: a child that was forked meanwhile holds the descriptor as well.
+                # Explicitly: a child that was forked meanwhile holds the descriptor as well.
                 with contextlib.suppress(OSError):
                     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
-    def _open_to_lock(self, opened: contextlib.ExitStack, path: Path, flags: int) -> int:
+    def _open_to_lock(self, opened: contextlib.ExitStack, path: str, flags: int) -> int:
         descriptor: int = self._system.open(path, flags | os.O_CLOEXEC, 0o666)
         opened.callback(self._system.close, descriptor)
         return descriptor
@@ -145,30 +149,30 @@ class LocalStore:
                     errno.ETIMEDOUT,
                     f"another process has held the lock on this directory for "
                     f"{self.lock_seconds:.0f} s. Look for a stopped process that saves to it",
-                    str(self.path),
+                    self.location,
                 )
             time.sleep(_LOCK_PAUSE_SECONDS)
 
     def list(self) -> list[str]:
         try:
-            return sorted(self._system.listdir(self.path))
+            return sorted(self._system.listdir(self.location))
         except FileNotFoundError:
             return []
 
     def modified(self, key: str) -> float | None:
         try:
-            return float(self._system.stat(self.path / key, follow_symlinks=False).st_mtime)
+            return float(self._system.stat(self._path(key), follow_symlinks=False).st_mtime)
         except FileNotFoundError:
             return None
 
     def delete(self, key: str) -> bool:
         try:
-            self._system.unlink(self.path / key)
+            self._system.unlink(self._path(key))
         except FileNotFoundError:
             return False
         return True
 
-    def _sync_directory(self, path: Path) -> None:
+    def _sync_directory(self, path: str) -> None:
         descriptor = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._system.fsync(descriptor)
@@ -181,7 +185,7 @@ def _version(nbytes: int, tail: bytes | bytearray) -> str:
 
 
 class _LocalFile:
-    def __init__(self, path: Path, descriptor: int, system: Any) -> None:
+    def __init__(self, path: str, descriptor: int, system: Any) -> None:
         self._path = path
         self._descriptor = descriptor
         self._system = system
@@ -195,7 +199,7 @@ class _LocalFile:
         """The kernel knows a descriptor only; a person wants to know which file it is."""
         if error.filename is not None:
             raise error
-        raise OSError(error.errno, error.strerror, str(self._path)) from None
+        raise OSError(error.errno, error.strerror, self._path) from None
 
     def _transfer(
         self,
@@ -235,9 +239,7 @@ class _LocalWriter(_LocalFile):
         self._transfer(self._system.pwritev, offset, buffers, self._stuck)
 
     def _stuck(self, offset: int) -> OSError:
-        return OSError(
-            errno.EIO, f"the disk takes no more bytes at offset {offset}", str(self._path)
-        )
+        return OSError(errno.EIO, f"the disk takes no more bytes at offset {offset}", self._path)
 
     def start_sync(self, offset: int, nbytes: int) -> None:
         # The disk works while the next piece is copied. Only a hint, so its result does not
@@ -257,13 +259,13 @@ class _LocalWriter(_LocalFile):
 
 
 class _LocalReader(_LocalFile):
-    def __init__(self, path: Path, descriptor: int, system: Any) -> None:
+    def __init__(self, path: str, descriptor: int, system: Any) -> None:
         super().__init__(path, descriptor, system)
         status = system.fstat(descriptor)
         self.nbytes: int = status.st_size
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", path)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._transfer(self._system.preadv, offset, buffers, self._cut_short)
@@ -272,7 +274,7 @@ class _LocalReader(_LocalFile):
         error = CutShortError(
             errno.EIO,
             f"the file ends at {offset}, before the data that it should hold",
-            str(self._path),
+            self._path,
         )
         error.end = offset
         return error

@@ -1,4 +1,4 @@
-"""Who writes here: the identity of a process, in a form that fits into a file name.
+"""The identity of a process, in a form that fits into a file name.
 
 A process of this machine can be looked up. Of one elsewhere nothing is known.
 """
@@ -38,6 +38,7 @@ def machine() -> str:
     return f"{socket.gethostname()}/{boot}/{namespace}"
 
 
+@cache
 def _machine_tag() -> str:
     return hashlib.blake2s(machine().encode(), digest_size=4).hexdigest()
 

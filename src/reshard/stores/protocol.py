@@ -1,9 +1,9 @@
 """What a store must do. A few verbs; every store passes the same conformance tests.
 
-A key is a relative name such as `.metadata`. A file is written once, by whoever made it.
+A key is a relative name such as `.metadata`. A file is written once, by its creator.
 Nothing that is written has to outlive a crash before `sync` (for a file, its writer's)
 returned, and `commit` publishes one key atomically: readers see the whole of it or what was
-there before, and nobody replaces what he has not seen.
+there before, and a commit replaces only the version that it expects.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Store(Protocol):
         """Publish `data` under `key`, atomically and durably, in place of version `expected`.
 
         Returns the new version. Raises `VersionConflict` if another version is there. `draft`
-        is a file that the caller made and nobody else writes; it is used up by a commit, and
+        is a file that only the caller writes; a commit uses it up, and
         without it nothing is committed (FileNotFoundError).
         """
 

@@ -1,0 +1,158 @@
+"""A save that is being written: its claim, its files, its commit.
+
+`docs/design/commit.md` says why each step is there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Collection, Mapping
+
+from reshard.api import (
+    CheckpointException,
+    CheckpointExistsError,
+    CommitConflictError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
+from reshard.checkpoint.directory import (
+    MANIFEST,
+    claim_name,
+    delete_quietly,
+    has_checkpoint,
+    put_new,
+    read_one_manifest,
+    remove_debris,
+)
+from reshard.stores.protocol import Store, VersionConflict
+
+__all__ = ["OpenSave"]
+
+_UNSEEN_SECONDS = 10.0
+"""How long a network file system may take to show a file of another rank."""
+
+
+class OpenSave:
+    """One save, as one process writes it.
+
+    Only the coordinator claims and commits; every rank lists what it writes in `written`.
+    """
+
+    def __init__(self, store: Store, save_id: str) -> None:
+        self.store = store
+        self.save_id = save_id
+        self.written: list[str] = []
+        self._claim: str | None = None
+        self._replaces: str | None = None
+
+    def begin(self, overwrite: bool) -> None:
+        """Claim the place, once, before any file of the save is written.
+
+        Nothing that is there is touched.
+        """
+        if self._claim is not None:
+            return
+        self.store.create()
+        self._replaces = self.store.version(MANIFEST)
+        self.check_may_write(overwrite)
+        self._claim = claim_name(self.save_id)
+        # For a person who looks; not needed after a crash of the machine.
+        who = f"{socket.gethostname()}, process {os.getpid()}, is saving here\n"
+        put_new(self.store, self._claim, who.encode(), durable=False)
+
+    def check_may_write(self, overwrite: bool) -> None:
+        if not overwrite and has_checkpoint(self.store):
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {self.store.location}, and overwrite=False"
+            )
+
+    def put(self, key: str, data: bytes, durable: bool) -> None:
+        """Write a small new file."""
+        self.written.append(key)
+        put_new(self.store, key, data, durable)
+
+    def check_visible(self, files: Mapping[str, int | None], rank: int) -> None:
+        """Files that another rank wrote must be here too, or the place is not shared."""
+        give_up = time.monotonic() + _UNSEEN_SECONDS
+        own = set(self.written)
+        for path, size in files.items():
+            if path in own:
+                if self.store.modified(path) is None:
+                    raise self.removed()
+                continue
+            found = self._wait_for(path, give_up, rank)
+            if size is not None and found != size:
+                raise CorruptCheckpointError(
+                    f"{path!r} at {self.store.location} has {found} bytes, although {size} were "
+                    "written"
+                )
+
+    def _wait_for(self, path: str, give_up: float, rank: int) -> int:
+        """The size of a file of another rank."""
+        while True:
+            try:
+                # Opened, since a network file system may answer other questions from its cache.
+                reader = self.store.open_reader(path)
+            except FileNotFoundError as error:
+                if self._claim is not None and self.store.version(self._claim) is None:
+                    raise self.removed() from error
+                if time.monotonic() > give_up:
+                    raise CheckpointException(
+                        f"{path!r} was written by another rank, but is not at "
+                        f"{self.store.location} as rank {rank} sees it: all ranks must write "
+                        "to a file system that they share"
+                    ) from error
+                time.sleep(0.1)
+            else:
+                reader.close()
+                return reader.nbytes
+
+    def sync(self) -> None:
+        """Make the names of all files durable."""
+        try:
+            self.store.sync()
+        except FileNotFoundError as error:
+            raise self.removed() from error
+
+    def commit(self, manifest: bytes, used: Collection[str]) -> None:
+        """Publish the manifest, and clear up behind it."""
+        store = self.store
+        if self._claim is None:
+            raise CheckpointException(f"the save to {store.location} was never begun")
+        try:
+            version = store.commit(self._claim, MANIFEST, manifest, self._replaces)
+        except VersionConflict as conflict:
+            raise CommitConflictError(
+                f"another save was committed at {store.location} while this one was written. "
+                "Nothing of this one is visible; give each job a place of its own"
+            ) from conflict
+        except FileNotFoundError as error:
+            raise self.removed() from error
+        self._claim, self.written = None, []
+        remove_debris(store, version, self.save_id, used)
+
+    def discard(self, is_coordinator: bool) -> None:
+        """Remove the files of a save that failed, unless it was committed all the same."""
+        # The claim first: without it nothing can be committed any more.
+        unneeded = [*([self._claim] if self._claim else []), *self.written]
+        self._claim, self.written = None, []
+        if unneeded and not self._is_committed(is_coordinator):
+            delete_quietly(self.store, unneeded)
+
+    def _is_committed(self, is_coordinator: bool) -> bool:
+        if is_coordinator and self.store.version(MANIFEST) == self._replaces:
+            return False
+        try:
+            return read_one_manifest(self.store, MANIFEST).notes.get("save_id") == self.save_id
+        except (FileNotFoundError, UnsupportedFormatError):
+            return False
+
+    def removed(self) -> CheckpointException:
+        """The error for files that vanish while they are needed."""
+        return CheckpointException(
+            f"files of this save were removed from {self.store.location} while it was written, or "
+            "the whole directory was. Nothing of the save is visible; save again, and find out "
+            "what deletes files there"
+        )

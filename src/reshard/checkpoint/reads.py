@@ -1,0 +1,265 @@
+"""From the items of a load plan to what the engine reads.
+
+Columns of the default planner are taken as they are; a custom planner is asked for each
+item.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+from reshard.api import _note_on_error
+from reshard.checkpoint.shard_files import ShardFiles
+from reshard.checkpoint.to_metadata import StorageMap
+from reshard.engine.collector import paused_collection
+from reshard.engine.progress import watched
+from reshard.engine.reading import Request, read_regions
+from reshard.engine.workers import default_threads
+from reshard.format.values import MAGIC, decode_value
+from reshard.planner import LoadItemType, LoadPlanner, ReadItem
+from reshard.planning.columns import DTYPES
+from reshard.plans.read_items import ReadItems, read_columns, untouched_reads
+from reshard.plans.traits import LoadTraits, load_traits
+from reshard.tensors.shards import check_allocated, is_plain, whole_local_tensor
+
+__all__ = ["ReadOptions", "read_items", "read_values", "refuse_pickles"]
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How shard files are read. A `thread_count` of 0 means to choose one."""
+
+    thread_count: int
+    allow_pickle: bool
+    shows_progress: bool
+
+
+def read_items(
+    items: Sequence[ReadItem],
+    planner: Any,
+    files: ShardFiles,
+    storage: StorageMap,
+    options: ReadOptions,
+) -> int:
+    """Read the items of a plan; the number of bytes that were wanted."""
+    traits = load_traits(planner)
+    if not traits.fills_by_itself:
+        # One after the other, in this thread: a custom planner may make the memory of a tensor
+        # when it is its turn, and need not be thread-safe.
+        return sum(_read([item], planner, traits, files, storage, options) for item in items)
+    return _read(items, planner, traits, files, storage, options)
+
+
+def _read(
+    items: Sequence[ReadItem],
+    planner: Any,
+    traits: LoadTraits,
+    files: ShardFiles,
+    storage: StorageMap,
+    options: ReadOptions,
+) -> int:
+    requests, values = _collect(items, planner, traits, files, storage)
+    wanted_bytes = sum(request.nbytes for request in requests)
+    where = files.store.location
+    if traits.fills_by_itself:
+        threads = options.thread_count or default_threads()
+        with watched(f"loading {where}", wanted_bytes, options.shows_progress) as progress:
+            read_regions(files.readers, requests, files.verify, threads, where, progress.advance)
+    else:
+        read_regions(files.readers, requests, files.verify, 1, where)
+    for item, row in values:
+        name = item.storage_index.fqn
+        data = files.read_value(name, row)
+        if not traits.decodes_values:
+            data = _as_torch_file(name, data, options.allow_pickle)
+        with _note_on_error(f"loading {name!r}"):
+            planner.load_bytes(item, io.BytesIO(data))
+        wanted_bytes += int(storage.manifest.value_nbytes[row])
+    return wanted_bytes
+
+
+def _as_torch_file(name: str, data: bytes, allow_pickle: bool) -> bytes:
+    """A stored value as a torch.save file, which planners written for DCP expect."""
+    if data[: len(MAGIC)] != MAGIC:
+        return data
+    translated = io.BytesIO()
+    torch.save(decode_value(data, name, allow_pickle), translated)
+    return translated.getvalue()
+
+
+def read_values(names: Sequence[str], files: ShardFiles, storage: StorageMap) -> dict[str, bytes]:
+    """The stored bytes of some values."""
+    rows, found = storage.value_rows, {}
+    for name in names:
+        files.open(int(storage.manifest.value_files[rows[name]]))
+        found[name] = files.read_value(name, rows[name])
+    return found
+
+
+def refuse_pickles(items: Sequence[ReadItem], files: ShardFiles, storage: StorageMap) -> None:
+    """Raise before anything is loaded, not when the turn of the value comes."""
+    m = storage.manifest
+    pickled = {m.value_names[row] for row in np.flatnonzero(m.value_pickled).tolist()}
+    if not pickled:
+        return
+    columns = read_columns(items)
+    for row in np.flatnonzero(columns.is_value).tolist():
+        name = columns.names[columns.storage_names[row]]
+        if name in pickled:
+            decode_value(read_values([name], files, storage)[name], name, allow_pickle=False)
+
+
+_Values: TypeAlias = list[tuple[ReadItem, int]]
+"""Values to read: each with its row in the manifest."""
+
+
+def _collect(
+    items: Sequence[ReadItem],
+    planner: Any,
+    traits: LoadTraits,
+    files: ShardFiles,
+    storage: StorageMap,
+) -> tuple[list[Request], _Values]:
+    """What to read for each item; all files that are needed are checked afterwards."""
+    with paused_collection():
+        found = _Collector(planner, files, storage, traits.fills_in_place)
+        columns = untouched_reads(items)
+        if columns is not None and traits.fills_by_itself:
+            found.add_rows(columns, planner.state_dict)
+        else:
+            for item in items:
+                found.add(item)
+        if traits.is_default:
+            _count_changes(found.requests, planner)
+    return found.requests, found.values
+
+
+def _count_changes(requests: Sequence[Request], planner: Any) -> None:
+    """Tell autograd about DTensors and the like, whose local tensors are what is filled."""
+    state_dict = getattr(planner, "state_dict", {})
+    values = (state_dict.get(name) for name in {request.into for request in requests})
+    increment_version(
+        [value for value in values if isinstance(value, torch.Tensor) and not is_plain(value)]
+    )
+
+
+class _Collector:
+    def __init__(
+        self, planner: LoadPlanner, files: ShardFiles, storage: StorageMap, in_place: bool
+    ) -> None:
+        self.requests: list[Request] = []
+        self.values: _Values = []
+        self._planner = planner
+        self._files = files
+        self._storage = storage
+        self._manifest = storage.manifest
+        self._in_place = in_place
+
+    def add(self, item: ReadItem) -> None:
+        name, m = item.storage_index.fqn, self._manifest
+        if item.type is LoadItemType.BYTE_IO:
+            row = self._storage.value_rows[name]
+            self._files.open(int(m.value_files[row]))
+            self.values.append((item, row))
+            return
+        row = self._storage.chunk_row(item.storage_index)
+        with _note_on_error(f"loading {item.dest_index.fqn!r}"):
+            tensor = self._planner.resolve_tensor(item)
+        if tensor.shape != item.lengths:
+            raise ValueError(
+                f"resolve_tensor returned a tensor of shape {tuple(tensor.shape)} for "
+                f"{item.dest_index.fqn!r}, to be filled with {tuple(item.lengths)}"
+            )
+        check_allocated(item.dest_index.fqn, tensor)
+        self.requests.append(
+            Request(
+                name=name,
+                file=self._files.open(int(m.chunk_files[row])),
+                begin=int(m.chunk_begins[row]),
+                chunk_shape=tuple(m.chunk_sizes[row, : len(item.lengths)].tolist()),
+                dtype=DTYPES[m.dtypes[m.table.row_of[name]]],
+                checksum=int(m.chunk_checksums[row]),
+                offsets=item.storage_offsets,
+                lengths=item.lengths,
+                target=tensor.detach(),
+                into=item.dest_index.fqn,
+                done=None if self._in_place else partial(_commit, self._planner, item, tensor),
+            )
+        )
+
+    def add_rows(self, items: ReadItems, state_dict: Mapping[str, Any]) -> None:
+        """The same for many items at once, of which most fill a whole local tensor."""
+        base, m, names = items.base, self._manifest, items.base.names
+        rows = base.rows_in(m.table)
+        if (rows < 0).all():
+            for i in range(len(rows)):
+                self.add(items.look_at(i))
+            return
+        # Where the row is not known, that of any chunk, which is not used.
+        chunks = np.maximum(rows, 0)
+        columns = zip(
+            range(len(rows)),
+            rows.tolist(),
+            base.dest_names.tolist(),
+            base.storage_names.tolist(),
+            base.ndims.tolist(),
+            base.regions[:, 3].tolist(),
+            base.regions[:, 4].tolist(),
+            m.dtypes[m.table.owners[chunks]].tolist(),
+            m.chunk_files[chunks].tolist(),
+            m.chunk_begins[chunks].tolist(),
+            m.chunk_checksums[chunks].tolist(),
+            m.chunk_sizes[chunks].tolist(),
+            strict=True,
+        )
+        paths: dict[int, str] = {}
+        for (
+            i,
+            row,
+            dest,
+            stored,
+            dims,
+            offsets,
+            lengths,
+            code,
+            file,
+            begin,
+            digest,
+            sizes,
+        ) in columns:
+            here = tuple(lengths[:dims])
+            target = None if row < 0 else whole_local_tensor(state_dict[names[dest]], here)
+            if target is None:
+                self.add(items.look_at(i))
+                continue
+            check_allocated(names[dest], target)
+            if file not in paths:
+                paths[file] = self._files.open(file)
+            shape = tuple(sizes[:dims])
+            self.requests.append(
+                Request(
+                    names[stored],
+                    paths[file],
+                    begin,
+                    here if shape == here else shape,
+                    DTYPES[code],
+                    digest,
+                    tuple(offsets[:dims]),
+                    here,
+                    target,
+                    names[dest],
+                )
+            )
+
+
+def _commit(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:
+    with _note_on_error(f"loading {item.dest_index.fqn!r}"):
+        planner.commit_tensor(item, tensor)

@@ -1,0 +1,215 @@
+"""From the items of a save plan to what the engine writes.
+
+Columns of the default planner are taken as they are; a custom planner is asked for each
+item.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.api import PlanError, _note_on_error
+from reshard.checkpoint.directory import shard_name
+from reshard.checkpoint.open_save import OpenSave
+from reshard.engine.collector import paused_collection
+from reshard.engine.progress import watched
+from reshard.engine.workers import default_threads
+from reshard.engine.writing import Content, write_file
+from reshard.format.values import is_pickled
+from reshard.planner import SavePlanner, WriteItem, WriteItemType
+from reshard.plans.results import WriteResults, WrittenColumns, WrittenFile
+from reshard.plans.traits import save_traits
+from reshard.plans.write_items import WriteItems, untouched_items
+from reshard.stores.protocol import Store
+from reshard.tensors.shards import check_allocated, whole_local_tensor
+
+__all__ = ["WriteOptions", "write_items"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How shard files are written. A `thread_count` of 0 means to choose one."""
+
+    single_file: bool
+    durable: bool
+    thread_count: int
+    shows_progress: bool
+
+
+def write_items(
+    items: Sequence[WriteItem],
+    planner: Any,
+    save: OpenSave,
+    rank: int | str,
+    first: int,
+    options: WriteOptions,
+) -> WriteResults:
+    """Write the items of a plan into shard files, numbered from `first` on."""
+    keeps_values = save_traits(planner).keeps_values
+    contents, pickled = _collect(items, planner, keeps_values)
+    store, count = save.store, len(contents)
+    if any(pickled):
+        _warn_of_pickles([c.key for c, p in zip(contents, pickled, strict=True) if p], store)
+    written = WrittenColumns(
+        files=[],
+        file_ids=np.zeros(count, dtype=np.int64),
+        begins=np.zeros(count, dtype=np.int64),
+        nbytes=np.array([content.nbytes for content in contents], dtype=np.int64),
+        checksums=np.zeros(count, dtype=np.int64),
+        pickled=np.array(pickled, dtype=np.int64),
+    )
+    groups = [slice(0, count)] if options.single_file else [slice(i, i + 1) for i in range(count)]
+    # At least two threads: while one waits for the disk, the other copies and hashes. But a
+    # custom planner need not be thread-safe.
+    threads = options.thread_count or (max(2, default_threads()) if keeps_values else 1)
+    total_bytes = int(written.nbytes.sum())
+    with watched(f"saving {store.location}", total_bytes, options.shows_progress) as progress:
+        for number, group in enumerate(groups if contents else []):
+            key = shard_name(rank, first + number, save.save_id)
+            save.written.append(key)
+            try:
+                file = write_file(
+                    store, key, contents[group], threads, options.durable, progress.advance,
+                    save.save_id,
+                )  # fmt: skip
+            except FileNotFoundError as error:
+                if store.list():
+                    raise
+                raise save.removed() from error
+            written.files.append(
+                WrittenFile(key, file.file_bytes, file.header_bytes, file.header_checksum)
+            )
+            written.file_ids[group] = number
+            written.begins[group] = file.begins
+            written.checksums[group] = file.checksums
+    return WriteResults(items, written)
+
+
+def _warn_of_pickles(keys: Sequence[str], store: Store) -> None:
+    logger.warning(
+        "%s at %s %s (load with allow_pickle=True): %s",
+        "1 value" if len(keys) == 1 else f"{len(keys)} values",
+        store.location,
+        "is stored as a pickle" if len(keys) == 1 else "are stored as pickles",
+        ", ".join(keys[:5]),
+    )
+
+
+def _collect(
+    items: Sequence[WriteItem], planner: Any, keeps_values: bool
+) -> tuple[list[Content], list[bool]]:
+    """What to write for each item, and whether it is a pickle."""
+    with paused_collection():
+        found = _Collector(planner)
+        columns = untouched_items(items)
+        if columns is not None and keeps_values:
+            found.add_rows(columns, planner.state_dict)
+        else:
+            for item in items:
+                found.add(item)
+    return found.contents, found.pickled
+
+
+class _Collector:
+    """Collects contents, and whether each is a pickle."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self.contents: list[Content] = []
+        self.pickled: list[bool] = []
+        self._planner = planner
+        self._keys: set[str] = {"__metadata__"}
+
+    def add(self, item: WriteItem) -> None:
+        data = item.tensor_data
+        if item.type is WriteItemType.BYTE_IO:
+            view = _value_bytes(self._planner, item)
+            self._append(item.index.fqn, torch.uint8, (len(view),), len(view), view)
+            self.pickled[-1] = is_pickled(view)
+            return
+        if data is None:
+            raise PlanError(f"the write item of {item.index.fqn!r} has no tensor_data")
+        chunk, dtype = data.chunk, data.properties.dtype
+        key = _region_key(item.index.fqn, data.size, chunk.offsets, chunk.sizes)
+        nbytes = math.prod(chunk.sizes) * dtype.itemsize
+        self._append(key, dtype, chunk.sizes, nbytes, partial(_resolve, self._planner, item))
+
+    def add_rows(self, items: WriteItems, state_dict: Mapping[str, Any]) -> None:
+        """The same for many items at once, most of which are a whole local tensor."""
+        for position, (name, dtype, shape, offsets, sizes) in enumerate(items.tensor_rows()):
+            here = tuple(sizes)
+            local = None if dtype is None else whole_local_tensor(state_dict[name], here)
+            if local is None or local.dtype is not dtype:
+                self.add(items.look_at(position))
+                continue
+            check_allocated(name, local)
+            key = _region_key(name, shape, offsets, here)
+            self._append(key, dtype, here, math.prod(here) * dtype.itemsize, local)
+
+    def _append(
+        self,
+        key: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        nbytes: int,
+        source: torch.Tensor | memoryview | Callable[[], torch.Tensor | memoryview],
+    ) -> None:
+        # The manifest does not rely on keys, so any that is not taken will do.
+        while key in self._keys:
+            key += "#"
+        self._keys.add(key)
+        self.contents.append(Content(key, dtype, shape, nbytes, source))
+        self.pickled.append(False)
+
+
+def _value_bytes(planner: SavePlanner, item: WriteItem) -> memoryview:
+    with _note_on_error(f"saving {item.index.fqn!r}"):
+        data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise TypeError(
+            f"resolve_data returned a {type(data).__name__} for {item.index.fqn!r}, which is "
+            "planned as a value: return a BytesIO"
+        )
+    return data.getbuffer()
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """The tensor of an item, as its plan announced it."""
+    with _note_on_error(f"saving {item.index.fqn!r}"):
+        tensor = planner.resolve_data(item)
+    data = item.tensor_data
+    if not isinstance(tensor, torch.Tensor) or data is None:
+        raise TypeError(
+            f"resolve_data returned a {type(tensor).__name__} for {item.index.fqn!r}, which is "
+            "planned as a tensor"
+        )
+    if tuple(tensor.shape) != tuple(data.chunk.sizes):
+        raise ValueError(
+            f"resolve_data returned a tensor of shape {tuple(tensor.shape)} for "
+            f"{item.index.fqn!r}, which is planned with {tuple(data.chunk.sizes)}"
+        )
+    tensor = tensor.detach()
+    check_allocated(item.index.fqn, tensor)
+    return tensor if tensor.dtype is data.properties.dtype else tensor.to(data.properties.dtype)
+
+
+def _region_key(
+    fqn: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> str:
+    """The FQN, with the region appended when it is not the whole tensor."""
+    if tuple(sizes) == tuple(shape):
+        return fqn
+    region = ",".join(
+        f"{offset}:{offset + size}" for offset, size in zip(offsets, sizes, strict=True)
+    )
+    return f"{fqn}[{region}]"
