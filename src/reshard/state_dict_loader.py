@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS
+from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 from reshard.filesystem import FileSystemReader
 from reshard.operations.load import LoadReport, LoadSettings, load_now
 from reshard.operations.ranks import Ranks

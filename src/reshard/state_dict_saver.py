@@ -13,7 +13,7 @@ import torch.distributed as dist
 from reshard.background.queue import WhenBusy, save_queue
 from reshard.background.trainer import BackgroundOptions, save_later
 from reshard.background.worker import worker_of_this_process
-from reshard.coordination.channel import DEFAULT_TIMEOUT_SECONDS
+from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 from reshard.engine.process_wide import release_all
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks

@@ -18,8 +18,6 @@ from reshard.tensors.nesting import Walk
 from reshard.tensors.shards import HeldShards, held_shards, is_dense, is_sharded
 from reshard.tensors.storages import elements_spanned, lazy_view, own_storage
 
-__all__ = ["pack", "unpack"]
-
 _LEVELS_PER_PIECE = 100
 
 

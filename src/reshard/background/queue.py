@@ -22,8 +22,6 @@ from reshard.coordination.failures import say_again
 from reshard.engine.process_wide import ProcessWide, release_all
 from reshard.metadata import Metadata
 
-__all__ = ["SaveFuture", "SaveQueue", "WhenBusy", "save_queue"]
-
 logger = logging.getLogger(__name__)
 
 WhenBusy = Literal["wait", "refuse"]

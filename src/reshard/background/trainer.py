@@ -24,8 +24,6 @@ from reshard.snapshots.pool import Lease, Staged, staging_pool
 from reshard.staging import AsyncStager, DefaultStager, StagingOptions
 from reshard.tensors.composites import split_composites
 
-__all__ = ["BackgroundSave", "save_later"]
-
 _EXCHANGES = 4
 _GRACE_SECONDS = 10.0
 

@@ -30,15 +30,6 @@ from reshard.operations.targets import SaveTarget
 from reshard.planner import SavePlanner
 from reshard.snapshots.segments import Segment
 
-__all__ = [
-    "IN_THE_TRAINERS_HANDS",
-    "PackedSave",
-    "Worker",
-    "WorkerKeeper",
-    "WorkerRequest",
-    "worker_of_this_process",
-]
-
 _MAIN = "reshard.background.worker_main"
 
 

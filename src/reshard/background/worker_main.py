@@ -36,8 +36,6 @@ from reshard.operations.save import Save, SaveJob
 from reshard.plans.traits import save_traits
 from reshard.snapshots.segments import map_segment
 
-__all__ = ["main"]
-
 _NICENESS = 5
 _POLL_SECONDS = 0.2
 

@@ -31,21 +31,6 @@ from reshard.metadata import Metadata
 from reshard.stores.owners import OWNER, is_alive, owner_tag
 from reshard.stores.protocol import Store
 
-__all__ = [
-    "MANIFEST",
-    "check_parts",
-    "claim_name",
-    "delete_quietly",
-    "has_checkpoint",
-    "index_of_parts",
-    "part_name",
-    "put_new",
-    "read_manifest",
-    "read_one_manifest",
-    "remove_debris",
-    "shard_name",
-]
-
 logger = logging.getLogger(__name__)
 
 MANIFEST = ".metadata"

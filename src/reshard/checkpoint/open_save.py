@@ -28,8 +28,6 @@ from reshard.checkpoint.directory import (
 )
 from reshard.stores.protocol import Store, VersionConflict
 
-__all__ = ["OpenSave"]
-
 _UNSEEN_SECONDS = 10.0
 """How long a network file system may take to show a file of another rank."""
 

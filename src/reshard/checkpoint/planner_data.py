@@ -12,8 +12,6 @@ from reshard.api import CorruptCheckpointError
 from reshard.format.values import decode_value, encode_value, is_pickled
 from reshard.tensors.paths import IntKey, PathMap, check_paths
 
-__all__ = ["merge_planner_data", "pack_planner_data", "unpack_planner_data"]
-
 logger = logging.getLogger(__name__)
 
 _PATHS, _VALUE = b"N", b"V"

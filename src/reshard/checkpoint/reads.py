@@ -30,8 +30,6 @@ from reshard.plans.read_items import ReadItems, read_columns, untouched_reads
 from reshard.plans.traits import LoadTraits, load_traits
 from reshard.tensors.shards import check_allocated, is_plain, whole_local_tensor
 
-__all__ = ["ReadOptions", "read_items", "read_values", "refuse_pickles"]
-
 
 @dataclass(frozen=True)
 class ReadOptions:

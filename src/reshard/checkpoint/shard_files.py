@@ -10,8 +10,6 @@ from reshard.format.container import parse_header
 from reshard.format.manifest import Manifest
 from reshard.stores.protocol import Reader, Store
 
-__all__ = ["ShardFiles"]
-
 _HEADER_PIECE_BYTES = 1 << 20
 _MOST_EXPLAINED_BYTES = 64 << 20
 """Longer headers that are damaged are not looked into for the reason."""

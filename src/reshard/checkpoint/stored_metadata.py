@@ -20,8 +20,6 @@ from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
 from reshard.tensors.paths import PathMap
 
-__all__ = ["StoredMetadata", "can_be_read_back", "refer_to"]
-
 
 class _Source(NamedTuple):
     open_store: Callable[[], Store]

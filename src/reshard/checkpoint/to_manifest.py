@@ -14,8 +14,6 @@ from reshard.plans.entries import chunk_table, values_of
 from reshard.plans.results import ResultRows, WrittenFile, written_columns
 from reshard.storage import WriteResult
 
-__all__ = ["check_readable", "to_manifest"]
-
 
 def to_manifest(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]], notes: Mapping[str, str]

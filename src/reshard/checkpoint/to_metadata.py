@@ -15,8 +15,6 @@ from reshard.plans.entries import make_entries
 from reshard.storage import StorageInfo
 from reshard.tensors.paths import PathMap
 
-__all__ = ["StorageMap", "to_metadata"]
-
 
 def to_metadata(manifest: Manifest, where: str, allow_pickle: bool = False) -> Metadata:
     """What a stored checkpoint contains."""

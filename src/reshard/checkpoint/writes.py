@@ -32,8 +32,6 @@ from reshard.plans.write_items import WriteItems, untouched_items
 from reshard.stores.protocol import Store
 from reshard.tensors.shards import check_allocated, whole_local_tensor
 
-__all__ = ["WriteOptions", "write_items"]
-
 logger = logging.getLogger(__name__)
 
 

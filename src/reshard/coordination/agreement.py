@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from reshard.api import CheckpointException
 from reshard.metadata import StorageMeta
 
-__all__ = ["agree_on_checkpoint", "announce_load"]
-
 _MOST_SHOWN = 4
 
 

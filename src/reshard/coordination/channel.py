@@ -14,7 +14,6 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 
 from reshard.api import CheckpointException
-from reshard.coordination.error_wire import decode_error, encode_error
 from reshard.coordination.exchange import Exchange
 from reshard.coordination.failures import fail_alone, rendezvous_lost
 from reshard.coordination.last_answers import last_answers
@@ -26,19 +25,6 @@ from reshard.coordination.store_channel import (
     leave_card,
 )
 from reshard.tensors.groups import default_group, default_store
-
-__all__ = [
-    "DEFAULT_TIMEOUT_SECONDS",
-    "Channel",
-    "Intent",
-    "SoloChannel",
-    "UNKNOWN",
-    "decode_error",
-    "encode_error",
-    "open_channel",
-    "checking_arguments",
-    "failing_together",
-]
 
 M = TypeVar("M")
 A = TypeVar("A")

@@ -18,8 +18,6 @@ from reshard.api import (
 )
 from reshard.coordination.failures import join_failures
 
-__all__ = ["_DistWrapper", "_get_failure_dict"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -20,8 +20,6 @@ from reshard.api import (
     _wrap_exception,
 )
 
-__all__ = ["decode_error", "decode_failures", "encode_error", "encode_failures"]
-
 
 def encode_error(error: BaseException, stack: StackSummary | None = None) -> bytes:
     """An error ready to be sent to another rank or process.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-__all__ = ["Exchange", "TextExchange"]
-
 M = TypeVar("M")
 A = TypeVar("A")
 

@@ -20,15 +20,6 @@ from reshard.api import (
 )
 from reshard.coordination.pairing import Arrival, Ruling
 
-__all__ = [
-    "fail_alone",
-    "join_failures",
-    "out_of_step",
-    "rank_lost",
-    "rendezvous_lost",
-    "say_again",
-]
-
 C = TypeVar("C", bound=CheckpointException)
 
 _PHASES = {

@@ -13,8 +13,6 @@ from typing import Any
 from reshard.coordination.rendezvous import Rendezvous, RendezvousThread
 from reshard.engine.process_wide import ProcessWide
 
-__all__ = ["LastAnswers", "last_answers"]
-
 _LAST_ANSWER_SECONDS = 5.0
 _PAUSE_SECONDS = 0.002
 

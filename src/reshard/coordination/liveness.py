@@ -14,8 +14,6 @@ from functools import cache
 
 from reshard.stores.owners import machine, start_time
 
-__all__ = ["SILENCE_SECONDS", "Watch", "make_card", "read_doing"]
-
 SILENCE_SECONDS = 120.0
 """Long enough for a process that does not release the GIL for a while."""
 

@@ -23,8 +23,6 @@ from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousTh
 from reshard.coordination.store_channel import StoreChannel, leave_word
 from reshard.engine.process_wide import ProcessWide
 
-__all__ = ["Meeting", "call_meeting", "check_meeting"]
-
 
 @dataclass(frozen=True)
 class _Address:

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Arrival", "Intent", "LOAD", "Ruling", "UNKNOWN", "judge", "moved", "patience_after"]
-
 LOAD = "load"
 """The key of every load. All other keys are of saves."""
 PATIENCE = 4

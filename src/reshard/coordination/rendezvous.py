@@ -17,8 +17,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["Connector", "GroupStore", "Rendezvous", "RendezvousLost", "RendezvousThread"]
-
 T = TypeVar("T")
 
 PULSE_SECONDS = 5.0

@@ -42,8 +42,6 @@ from reshard.coordination.pairing import (
 from reshard.coordination.rendezvous import Rendezvous, RendezvousThread
 from reshard.engine.process_wide import ProcessWide
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "StoreChannel", "leave_card", "leave_word"]
-
 T = TypeVar("T")
 M = TypeVar("M")
 A = TypeVar("A")

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from reshard.engine.process_wide import after_fork
 
-__all__ = ["paused_collection", "paused_in_front"]
-
 _NEVER = 2_000_000_011
 """A threshold that is never reached, and that no other code would choose."""
 

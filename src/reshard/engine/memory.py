@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["BounceBuffer", "byte_view", "is_direct", "pieces"]
-
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """Whether the memory of `tensor` can be stored as it is."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from reshard.stores.protocol import Reader
 
-__all__ = ["OpenFiles", "most_open_files"]
-
 _MOST_FILES = 128
 
 

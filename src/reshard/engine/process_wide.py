@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Generic, TypeVar
 
-__all__ = ["ProcessWide", "after_fork", "release_all"]
-
 T = TypeVar("T")
 
 _all: list[ProcessWide[object]] = []

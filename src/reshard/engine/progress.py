@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Progress", "watched"]
-
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 1.0

@@ -27,8 +27,6 @@ from reshard.format.checksum import Hasher, checksum
 from reshard.stores.protocol import CutShortError, Reader
 from reshard.tensors.storages import elements_spanned
 
-__all__ = ["Request", "Verify", "read_bytes", "read_regions"]
-
 _PIECE_BYTES = 8 << 20
 _HASHED_PIECE_BYTES = 512 << 10
 """Small enough to be hashed while it is still in the cache of the core that read it."""

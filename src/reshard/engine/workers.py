@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-__all__ = ["default_threads", "run_all"]
-
 T = TypeVar("T")
 
 

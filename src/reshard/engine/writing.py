@@ -20,8 +20,6 @@ from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
 from reshard.planning.columns import Ints
 from reshard.stores.protocol import Store, Writer
 
-__all__ = ["Content", "Written", "write_file"]
-
 _PIECE_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 8 << 20

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import xxhash
 
-__all__ = ["ALGORITHM", "Hasher", "checksum"]
-
 ALGORITHM = "xxh3-64"
 
 Hasher = xxhash.xxh3_64

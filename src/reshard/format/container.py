@@ -15,15 +15,6 @@ import torch
 
 from reshard.api import CorruptCheckpointError
 
-__all__ = [
-    "ALIGNMENT",
-    "Entry",
-    "SAFETENSORS_DTYPES",
-    "build_header",
-    "header_nbytes",
-    "parse_header",
-]
-
 ALIGNMENT = 4096
 _MOST_HEADER_BYTES = 1 << 31
 

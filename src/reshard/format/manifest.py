@@ -31,18 +31,6 @@ from reshard.planning.columns import (
 )
 from reshard.planning.coverage import find_overlapped, find_untiled, survey
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST_LIMIT_BYTES",
-    "VERSION",
-    "Manifest",
-    "check_encodable",
-    "check_manifest",
-    "decode_manifest",
-    "encode_manifest",
-    "read_manifest_bytes",
-]
-
 FORMAT = "reshard"
 VERSION = 1
 

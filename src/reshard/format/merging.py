@@ -11,8 +11,6 @@ from reshard.format.manifest import Manifest
 from reshard.planning.columns import Ints, widen
 from reshard.planning.keys import rank_points
 
-__all__ = ["merge_manifests"]
-
 
 def merge_manifests(parts: Sequence[Manifest], where: str) -> Manifest:
     """What all parts hold together. Of a chunk that several hold, the first one counts."""

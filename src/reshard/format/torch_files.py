@@ -12,8 +12,6 @@ import torch
 from reshard.api import CorruptCheckpointError, UnsafeValueError
 from reshard.format.values import MAGIC, decode_value
 
-__all__ = ["decode_stored"]
-
 
 def decode_stored(fqn: str, data: bytes, allow_pickle: bool) -> Any:
     """A value in our own encoding, or in a torch.save file as planners written for DCP store."""

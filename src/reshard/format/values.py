@@ -39,8 +39,6 @@ from reshard.api import (
 from reshard.planning.columns import MOST_DIMS
 from reshard.tensors.storages import is_allocated
 
-__all__ = ["MAGIC", "OpaqueValue", "decode_value", "encode_value", "is_pickled"]
-
 logger = logging.getLogger(__name__)
 
 MAGIC = b"RSV1"

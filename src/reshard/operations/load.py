@@ -30,8 +30,6 @@ from reshard.rank_values import choose_rank_values, restore_rank_values
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, takes_any_keyword
 
-__all__ = ["Load", "LoadReport", "LoadSettings", "load_now"]
-
 
 @dataclass
 class LoadReport:

@@ -6,14 +6,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from reshard.coordination.channel import (
-    DEFAULT_TIMEOUT_SECONDS,
-    Channel,
-    Intent,
-    open_channel,
-)
-
-__all__ = ["Ranks"]
+from reshard.coordination.channel import Channel, open_channel
+from reshard.coordination.pairing import Intent
+from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from reshard.plans.mismatches import describe_missing
 from reshard.storage import StorageReader
 from reshard.tensors.paths import PathMap, keys_above
 
-__all__ = ["read_all_keys", "read_keys", "read_region"]
-
 
 def read_keys(keys: set[str] | str | None, source: LoadSource, ranks: Ranks) -> dict[str, Any]:
     """What lies at or below `keys`, or everything, as whole CPU tensors on every rank."""

@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from reshard.metadata import STORAGE_TYPES, Metadata
 
-__all__ = ["Rename", "renamed"]
-
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 

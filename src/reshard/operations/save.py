@@ -35,8 +35,6 @@ from reshard.plans.wire import (
 from reshard.rank_values import name_rank_values
 from reshard.storage import StorageWriter
 
-__all__ = ["Save", "SaveJob", "save_now"]
-
 logger = logging.getLogger(__name__)
 
 

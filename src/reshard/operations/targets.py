@@ -10,8 +10,6 @@ from reshard.coordination.pairing import LOAD, UNKNOWN, Intent
 from reshard.filesystem import FileSystemReader, FileSystemWriter
 from reshard.storage import StorageReader, StorageWriter
 
-__all__ = ["LoadSource", "SaveTarget", "comparable_place"]
-
 Place = str | os.PathLike[str]
 
 

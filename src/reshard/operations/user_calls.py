@@ -17,16 +17,6 @@ from reshard.planner import SavePlanner
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, StorageWriter, takes_any_keyword
 
-__all__ = [
-    "_api_bc_check",
-    "ask_for_states",
-    "overridden",
-    "refuse_dcp",
-    "set_up_reader",
-    "set_up_save_planner",
-    "set_up_writer",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

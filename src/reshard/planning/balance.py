@@ -14,8 +14,6 @@ import numpy as np
 
 from reshard.planning.columns import Ints
 
-__all__ = ["choose_holders"]
-
 _MOST_PASSES = 8
 
 

@@ -18,23 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = [
-    "BYTES",
-    "DTYPE_CODES",
-    "DTYPE_ITEMSIZES",
-    "DTYPES",
-    "MOST_DIMS",
-    "SHARD",
-    "TENSOR",
-    "Bools",
-    "ChunkTable",
-    "Ints",
-    "Schema",
-    "WriteColumns",
-    "pad_rows",
-    "widen",
-]
-
 Ints: TypeAlias = npt.NDArray[np.int64]
 Codes: TypeAlias = npt.NDArray[np.uint8]
 Bools: TypeAlias = npt.NDArray[np.bool_]

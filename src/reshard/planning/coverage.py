@@ -19,15 +19,6 @@ import numpy as np
 from reshard.planning.columns import Bools, ChunkTable, Ints
 from reshard.planning.overlaps import overlapping_pairs
 
-__all__ = [
-    "find_overlapped",
-    "find_overlapping",
-    "find_untiled",
-    "out_of_bounds",
-    "survey",
-    "describe_problem",
-]
-
 _MOST_PIECES = 4096
 _MOST_CUTS = 1 << 18
 

@@ -29,16 +29,6 @@ from reshard.planning.coverage import (
 )
 from reshard.planning.keys import rank_points
 
-__all__ = [
-    "PlanTable",
-    "check_coverage",
-    "check_planned",
-    "dedup",
-    "list_chunks",
-    "resolve_aliases",
-    "stack",
-]
-
 _MOST_REPORTED = 5
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from reshard.planning.columns import Ints
 
-__all__ = ["Overlaps", "intersect", "intersect_groups"]
-
 _PAIRS_AT_A_TIME = 1 << 21
 _FEW_PAIRS = 1 << 12
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from reshard.planning.columns import Ints
 
-__all__ = ["rank_points"]
-
 _LARGEST = float(1 << 62)
 
 

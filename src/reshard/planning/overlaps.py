@@ -13,8 +13,6 @@ import numpy as np
 
 from reshard.planning.columns import Bools, Ints
 
-__all__ = ["Pairs", "overlapping_pairs"]
-
 _MOST_PASSES = 16
 _PAIRS_PER_BOX, _PAIRS_AT_LEAST = 64, 1 << 20
 _PAIRS_AT_A_TIME = 1 << 18

@@ -16,17 +16,6 @@ import numpy.typing as npt
 
 from reshard.planning.columns import Ints, Schema, WriteColumns
 
-__all__ = [
-    "pack_array",
-    "pack_compressed",
-    "pack_regions",
-    "pack_schema",
-    "unpack_array",
-    "unpack_compressed",
-    "unpack_regions",
-    "unpack_schema",
-]
-
 _WIDTHS = ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<i8")
 _RANGES = [(np.iinfo(width).min, np.iinfo(width).max) for width in _WIDTHS]
 _CONSTANT = len(_WIDTHS)

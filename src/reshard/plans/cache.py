@@ -12,8 +12,6 @@ from reshard.metadata import Metadata
 from reshard.planner import SavePlan
 from reshard.plans.global_plan import FINGERPRINT_BYTES, plan_fingerprint
 
-__all__ = ["PlanCache"]
-
 _START_OVER = "forget_cached_plans() on every rank's planner"
 
 

@@ -22,16 +22,6 @@ from reshard.plans.lazy_list import LazyList
 from reshard.plans.lazy_record import lazy_fields
 from reshard.plans.write_items import flags_of, properties_from
 
-__all__ = [
-    "ChunkList",
-    "Located",
-    "chunk_columns",
-    "chunk_table",
-    "locate",
-    "make_entries",
-    "values_of",
-]
-
 
 class ChunkList(LazyList[ChunkStorageMetadata]):
     """The chunks of one tensor: a view of a chunk table."""

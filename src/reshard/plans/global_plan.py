@@ -30,17 +30,6 @@ from reshard.plans.entries import chunk_table, make_entries
 from reshard.plans.write_items import NO_OFFSET, WriteItems, untouched_items, write_columns
 from reshard.tensors.paths import PathMap, StatePath
 
-__all__ = [
-    "FINGERPRINT_BYTES",
-    "combine_plans",
-    "dedup_save_plans",
-    "dedup_tensors",
-    "make_global_plan",
-    "merge_paths",
-    "plan_fingerprint",
-    "validate",
-]
-
 
 def make_global_plan(
     all_plans: Sequence[SavePlan], to_lowest_rank: bool = False

@@ -6,8 +6,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
-__all__ = ["LazyList"]
-
 T = TypeVar("T")
 
 _MOST_SHOWN = 10

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["become_plain", "lazy_fields"]
-
 
 def lazy_fields(*names: str) -> Any:
     """A class decorator for a subclass of a dataclass with the given fields.

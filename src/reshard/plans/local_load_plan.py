@@ -33,12 +33,6 @@ from reshard.tensors.shards import (
     wanted_regions,
 )
 
-__all__ = [
-    "build_read_items",
-    "check_complete",
-    "create_read_items_for_chunk_list",
-]
-
 
 def build_read_items(
     state_dict: Mapping[str, Any], metadata: Metadata, strict: bool = True

@@ -29,8 +29,6 @@ from reshard.tensors.shards import (
     takes_part,
 )
 
-__all__ = ["build_write_items"]
-
 
 def build_write_items(state_dict: Mapping[str, Any], find_ties: bool = False) -> WriteItems:
     """The items that this rank can write, one per shard of each tensor and one per value.

@@ -14,8 +14,6 @@ import torch
 from reshard.api import MissingKeyError, ShapeMismatchError
 from reshard.tensors.shards import describes_itself
 
-__all__ = ["describe_missing", "matches", "missing_keys", "shape_mismatch"]
-
 _SHOWN = 5
 _SAMPLE = 20
 _MOST_COMPARED = 10_000

@@ -16,15 +16,6 @@ from reshard.planning.columns import ChunkTable, Ints
 from reshard.planning.packing import pack_array, pack_compressed, unpack_array, unpack_compressed
 from reshard.plans.lazy_list import LazyList
 
-__all__ = [
-    "ReadColumns",
-    "ReadItems",
-    "pack_read_columns",
-    "read_columns",
-    "unpack_read_columns",
-    "untouched_reads",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class ReadColumns:

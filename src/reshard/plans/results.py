@@ -15,16 +15,6 @@ from reshard.plans.lazy_list import LazyList
 from reshard.plans.write_items import untouched_items, write_columns
 from reshard.storage import StorageInfo, WriteResult
 
-__all__ = [
-    "ResultRows",
-    "StoredResult",
-    "WriteResults",
-    "WrittenColumns",
-    "WrittenFile",
-    "are_results_of",
-    "written_columns",
-]
-
 
 class WrittenFile(NamedTuple):
     """A shard file: its path, its size, and the size and checksum of its header."""

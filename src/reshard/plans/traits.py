@@ -10,15 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = [
-    "LoadTraits",
-    "SaveTraits",
-    "default_step",
-    "load_traits",
-    "plans_alone",
-    "save_traits",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

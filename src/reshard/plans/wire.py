@@ -35,24 +35,6 @@ from reshard.plans.write_items import WriteItems, write_columns
 from reshard.storage import WriteResult
 from reshard.tensors.paths import PathMap
 
-__all__ = [
-    "LoadPlanExchange",
-    "PlannedLoad",
-    "ResultExchange",
-    "SaveAnswer",
-    "SaveOutcome",
-    "SavePlanExchange",
-    "Written",
-    "decode_answer",
-    "decode_load_plan",
-    "decode_results",
-    "decode_save_plans",
-    "encode_answer",
-    "encode_load_plan",
-    "encode_results",
-    "encode_save_plan",
-]
-
 _NOTHING, _BYTES, _TEXT, _PATHS, _PICKLE, _AS_SENT = range(6)
 _WHOLE, _SELECTION = range(2)
 

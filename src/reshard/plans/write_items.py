@@ -28,17 +28,6 @@ from reshard.planning.packing import pack_regions, pack_schema, unpack_regions, 
 from reshard.plans.lazy_list import LazyList
 from reshard.tensors.storages import MKLDNN
 
-__all__ = [
-    "PINNED",
-    "REQUIRES_GRAD",
-    "RowBuilder",
-    "WriteItems",
-    "flags_of",
-    "properties_from",
-    "untouched_items",
-    "write_columns",
-]
-
 _KIND_OF = {WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD, WriteItemType.BYTE_IO: BYTES}
 _TYPE_OF = {code: kind for kind, code in _KIND_OF.items()}
 

@@ -19,8 +19,6 @@ from reshard.snapshots.rebuild import rebuild
 from reshard.snapshots.segments import Segment
 from reshard.snapshots.survey import Layout, Survey, addresses_in, survey
 
-__all__ = ["Buffer", "LastLease", "Lease", "Staged", "StagingPool", "staging_pool"]
-
 
 class Buffer:
     """One block of staging memory, and how the last state dict lies in it."""

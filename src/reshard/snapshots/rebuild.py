@@ -16,8 +16,6 @@ from reshard.snapshots.survey import Survey
 from reshard.tensors.nesting import PLAIN, Walk, replace_elements
 from reshard.tensors.parts import TensorParts
 
-__all__ = ["rebuild"]
-
 
 def rebuild(
     state_dict: Mapping[str, Any], plan: Survey, copies: Sequence[torch.Tensor]

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Segment", "map_segment"]
-
 _numbers = itertools.count()
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 

@@ -25,8 +25,6 @@ from reshard.tensors.storages import (
     storage_uses,
 )
 
-__all__ = ["Layout", "Survey", "addresses_in", "survey"]
-
 _ALIGNMENT = 64
 
 

@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 
 from reshard.stores.protocol import CutShortError, VersionConflict
 
-__all__ = ["LOCK_FILE", "LocalStore"]
-
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from reshard.stores.protocol import CutShortError, VersionConflict
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore:
     """A dict of files. Everything is durable as soon as it is written."""

@@ -12,8 +12,6 @@ import socket
 from functools import cache
 from pathlib import Path
 
-__all__ = ["OWNER", "is_alive", "machine", "owner_tag", "start_time"]
-
 OWNER = r"[0-9a-f]{8}-\d{1,10}-\d{1,20}"
 """What a tag looks like, as a regular expression without groups."""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["CutShortError", "Reader", "Store", "VersionConflict", "Writer"]
-
 
 class VersionConflict(Exception):  # noqa: N818 - control flow between a store and its user
     """A commit found another version in its place than the one that it was to replace."""

@@ -25,18 +25,6 @@ from reshard.tensors.shards import Box, LocalShard, composite_shards, narrow
 from reshard.tensors.storages import contiguous_strides
 from reshard.tensors.subclasses import join_parts, split_parts
 
-__all__ = [
-    "KIND",
-    "CompositeTargets",
-    "assemble",
-    "StoredShards",
-    "expand_for_save",
-    "overlapping",
-    "region_name",
-    "stored_shards",
-    "split_composites",
-]
-
 KIND = "__tensor__"
 """The last part of the name of the entry that describes a composite tensor."""
 _REGION = re.compile(r"\d{1,19}:\d{1,19}(,\d{1,19}:\d{1,19})*", re.ASCII)

@@ -12,8 +12,6 @@ import torch
 
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
-__all__ = ["to_chunk", "to_index", "to_properties"]
-
 
 def to_chunk(chunk: Any) -> ChunkStorageMetadata:
     if isinstance(chunk, ChunkStorageMetadata):

@@ -27,16 +27,6 @@ from reshard.tensors.shards import HeldShards
 
 _STRINGS = frozenset({str})
 
-__all__ = [
-    "Rules",
-    "SplitDict",
-    "flatten_sharded_tensors",
-    "flatten_state_dict",
-    "put_empties",
-    "traverse_state_dict",
-    "unflatten_state_dict",
-]
-
 
 class SplitDict(dict[Any, Any]):
     """A dict that is always entered, even inside of a tuple without tensors."""

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["default_device", "default_group", "default_store"]
-
 
 def default_group() -> dist.ProcessGroup:
     """The group of all ranks. Raises ValueError if there is none."""

@@ -12,8 +12,6 @@ from reshard.api import UnsupportedLayoutError
 from reshard.tensors.groups import default_device
 from reshard.tensors.nesting import Walk, put_elements
 
-__all__ = ["materialise"]
-
 
 def materialise(value: Any) -> Any:
     """`value` with memory for every meta tensor in it; dicts and lists change in place."""

@@ -17,16 +17,6 @@ from torch.distributed.fsdp import ShardedOptimStateDictConfig as OptimConfig
 from torch.distributed.fsdp import ShardedStateDictConfig as ModelConfig
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "clean_name",
-    "fsdp1_optimizer_state",
-    "is_fsdp1",
-    "load_fsdp1_optimizer_state",
-    "load_model_state",
-    "model_state",
-    "parameter_names",
-]
-
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from reshard.api import StateDictError
 
-__all__ = ["PLAIN", "Walk", "put_elements", "replace_elements", "spell_path", "tuple_like"]
-
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 """Types without anything inside, which most walks skip."""
 _LEAF, _KEYED, _MARK = range(3)

@@ -23,15 +23,6 @@ from reshard.tensors.groups import default_device
 from reshard.tensors.shards import Box, local_shards
 from reshard.tensors.storages import contiguous_strides
 
-__all__ = [
-    "chunk_sharded",
-    "device_of",
-    "empty_like_parameter",
-    "nested_offset",
-    "own_region",
-    "with_local",
-]
-
 
 def empty_like_parameter(
     parameter: Any, size: Sequence[int], dtype: torch.dtype

@@ -19,8 +19,6 @@ from reshard.tensors.shards import check_allocated, is_dense
 from reshard.tensors.storages import is_allocated
 from reshard.tensors.subclasses import join_parts, split_parts
 
-__all__ = ["TensorParts", "take_apart"]
-
 
 class TensorParts(NamedTuple):
     """What a tensor consists of, and how to put such parts together again."""

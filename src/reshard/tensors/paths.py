@@ -11,19 +11,6 @@ import msgspec
 from reshard.api import CorruptCheckpointError, StateDictError
 from reshard.tensors.nesting import spell_path, tuple_like
 
-__all__ = [
-    "MOST_LEVELS",
-    "IntKey",
-    "PathMap",
-    "StatePath",
-    "check_paths",
-    "existing_key",
-    "get_element",
-    "keys_above",
-    "paths_in",
-    "set_element",
-]
-
 StatePath: TypeAlias = tuple[str | int, ...]
 MOST_LEVELS = 1000
 """How many containers a value may lie in, the state dict included."""

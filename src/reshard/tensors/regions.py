@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Cut", "Region", "local_regions"]
-
-
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 

@@ -23,31 +23,6 @@ from reshard.tensors.regions import Cut, Region, local_regions
 from reshard.tensors.storages import is_allocated
 from reshard.tensors.subclasses import is_composite
 
-__all__ = [
-    "Box",
-    "DTensorReader",
-    "HeldShards",
-    "LocalShard",
-    "check_allocated",
-    "check_local_memory",
-    "check_memory",
-    "composite_shards",
-    "describes_itself",
-    "held_shards",
-    "find_tensor_shard",
-    "find_state_dict_object",
-    "is_dense",
-    "is_plain",
-    "is_sharded",
-    "local_shards",
-    "narrow",
-    "plain_local_tensor",
-    "shards_of_all_ranks",
-    "takes_part",
-    "wanted_regions",
-    "whole_local_tensor",
-]
-
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 

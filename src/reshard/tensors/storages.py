@@ -7,18 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = [
-    "MKLDNN",
-    "bytes_spanned",
-    "contiguous_strides",
-    "copy_all",
-    "elements_spanned",
-    "is_allocated",
-    "lazy_view",
-    "own_storage",
-    "storage_uses",
-]
-
 MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 
 

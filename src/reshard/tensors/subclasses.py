@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from reshard.tensors.storages import contiguous_strides
 
-__all__ = ["is_composite", "join_parts", "split_parts"]
-
 
 def is_composite(value: Any) -> bool:
     """Whether `value` consists of other tensors, and of nothing else."""

@@ -34,8 +34,6 @@ from reshard.tensors.parameter_layout import device_of, empty_like_parameter, ow
 from reshard.tensors.paths import StatePath, get_element, set_element
 from reshard.tensors.shards import is_sharded
 
-__all__ = ["OptimizerReport", "OptimizerStates"]
-
 _Entry: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
 """State that torch's optimizers keep as a number, even if the parameter itself is a scalar."""

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["random_state", "restore_random_state"]
-
 
 def random_state() -> dict[str, Any]:
     """The state of the generators of Python, numpy, torch, and this rank's CUDA device.

@@ -21,8 +21,6 @@ from reshard.tensors.nesting import Walk
 from reshard.training.optimizers import OptimizerReport, OptimizerStates
 from reshard.training.randomness import random_state, restore_random_state
 
-__all__ = ["TrainReport", "TrainState"]
-
 logger = logging.getLogger(__name__)
 
 
