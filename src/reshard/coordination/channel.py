@@ -22,7 +22,7 @@ from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousTh
 from reshard.coordination.store_channel import (
     DEFAULT_TIMEOUT_SECONDS,
     StoreChannel,
-    leave_card,
+    announce_process,
 )
 from reshard.tensors.groups import default_group, default_store
 
@@ -171,7 +171,7 @@ def open_channel(
 
     def draw_number(store: Rendezvous) -> int:
         # It stays: it tells of this rank when it dies before the operation begins, or after.
-        leave_card(store, name, rank, intent.text)
+        announce_process(store, name, rank, intent.text)
         return store.add(f"{name}/opened/{rank}", 1)
 
     try:

@@ -1,6 +1,6 @@
 """Whether other ranks are still there.
 
-A rank that takes part in an operation leaves a card: which process it is, and a pulse
+A rank that takes part in an operation says which process it is, and has a pulse
 that it renews while the operation lasts. A process on the same machine can be looked up
 directly; one elsewhere is given up when its pulse stands still for long.
 """
@@ -18,7 +18,7 @@ SILENCE_SECONDS = 120.0
 """Long enough for a process that does not release the GIL for a while."""
 
 
-def make_card(doing: str = "") -> str:
+def describe_process(doing: str = "") -> str:
     """Who this process is, and what it is doing."""
     return f"{_own_name(os.getpid())}\n{doing}"
 
@@ -28,9 +28,9 @@ def _own_name(pid: int) -> str:
     return f"{machine()} {pid} {start_time(pid)}"
 
 
-def read_doing(card: str) -> str:
-    """What a process was doing when it left its card."""
-    return card.partition("\n")[2]
+def read_doing(process: str) -> str:
+    """What a process was doing when it was described."""
+    return process.partition("\n")[2]
 
 
 class Watch:
@@ -39,10 +39,10 @@ class Watch:
     def __init__(self) -> None:
         self._pulses: dict[int, tuple[str, float]] = {}
 
-    def lost(self, rank: int, card: str, read_pulse: Callable[[], str]) -> str | None:
+    def lost(self, rank: int, process: str, read_pulse: Callable[[], str]) -> str | None:
         """Why `rank` will not answer any more; None while it may."""
-        if card:
-            where, pid, began = card.partition("\n")[0].rsplit(" ", 2)
+        if process:
+            where, pid, began = process.partition("\n")[0].rsplit(" ", 2)
             if where and where == machine():
                 if start_time(int(pid)) != began:
                     return f"its process {pid} died"

@@ -18,9 +18,9 @@ from reshard.api import CheckpointException
 from reshard.coordination.channel import Channel, SoloChannel
 from reshard.coordination.exchange import TextExchange
 from reshard.coordination.failures import rendezvous_lost
-from reshard.coordination.liveness import make_card
+from reshard.coordination.liveness import describe_process
 from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
-from reshard.coordination.store_channel import StoreChannel, leave_word
+from reshard.coordination.store_channel import StoreChannel, announce_departure
 from reshard.engine.process_wide import ProcessWide
 
 
@@ -57,10 +57,10 @@ class Meeting:
             return SoloChannel()
         return StoreChannel(
             thread=RendezvousThread(self.address, self.timeout_seconds),
-            # Workers come and go: each operation has cards of its own. Until a worker comes,
-            # the card of its trainer tells whether it still can.
+            # Workers come and go: each operation has descriptions of its own. Until a worker comes,
+            # that of its trainer tells whether it still can.
             group=self.name,
-            standing_cards=self.trainers,
+            trainers=self.trainers,
             rank=self.rank,
             world_size=self.world_size,
             coordinator=self.coordinator,
@@ -76,7 +76,7 @@ class Meeting:
             return
         # If the store is gone there is nobody left to tell.
         with contextlib.suppress(CheckpointException):
-            _run_bare(channel, lambda store: leave_word(store, self.name, self.rank, reason))
+            _run_bare(channel, lambda s: announce_departure(s, self.name, self.rank, reason))
 
 
 def call_meeting(channel: Channel) -> Meeting:
@@ -86,9 +86,9 @@ def call_meeting(channel: Channel) -> Meeting:
     address = _address_of(channel.origin)
     name = channel.exchange(TextExchange("meet"), str, _name_meeting)
     trainers, _, _ = name.rpartition("/")
-    card = make_card().encode()
+    process = describe_process().encode()
     # It stays, like those of ranks that save by themselves.
-    _run_bare(channel, lambda store: store.put({f"{trainers}/card/{channel.rank}": card}))
+    _run_bare(channel, lambda store: store.put({f"{trainers}/process/{channel.rank}": process}))
     return Meeting(
         address=address,
         trainers=trainers,

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -30,7 +31,7 @@ from reshard.coordination.error_wire import decode_failures, encode_error, encod
 from reshard.coordination.exchange import Exchange
 from reshard.coordination.failures import join_failures, out_of_step, rank_lost, rendezvous_lost
 from reshard.coordination.last_answers import last_answers
-from reshard.coordination.liveness import Watch, make_card, read_doing
+from reshard.coordination.liveness import Watch, describe_process, read_doing
 from reshard.coordination.pairing import (
     PATIENCE,
     Arrival,
@@ -91,8 +92,8 @@ class StoreChannel:
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     number: int = 0
     intent: Intent | None = None
-    standing_cards: str = ""
-    """Where to look for the card of a rank that has none in `group` yet."""
+    trainers: str = ""
+    """Where trainers say which process they are: for a rank whose worker has not come yet."""
     origin: Any = None
     """What must not go away while the channel is used: it may be the store's server."""
 
@@ -450,12 +451,13 @@ class StoreChannel:
         lost = {}
         for rank in ranks:
             _, _, left = self._gone(store, rank)
-            card = self._card_of(store, rank)
-            reason = left or self._watch.lost(rank, card, lambda r=rank: self._pulse_of(store, r))  # type: ignore[misc]
+            process = self._process_of(store, rank)
+            pulse = partial(self._pulse_of, store, rank)
+            reason = left or self._watch.lost(rank, process, pulse)
             if reason is None and out_of_time:
                 reason = f"it did not answer within {self.timeout_seconds:.0f} s"
                 if self._phase == 1 and not self._pulse_of(store, rank):
-                    last = read_doing(card)
+                    last = read_doing(process)
                     reason += ", nor come to it" + (f" (its last was {last})" if last else "")
             if reason is not None:
                 operation = self.intent.text if self.intent else ""
@@ -469,18 +471,18 @@ class StoreChannel:
 
     def _show_up(self, store: Rendezvous) -> None:
         if self.intent is None:
-            leave_card(store, self.group, self.rank)
+            announce_process(store, self.group, self.rank)
         self._beat(store)
 
     def _beat(self, store: Rendezvous) -> None:
         self._beats += 1
         store.put({f"{self.name}/pulse/{self.rank}": str(self._beats).encode()})
 
-    def _card_of(self, store: Rendezvous, rank: int) -> str:
-        card = store.look(f"{self.group}/card/{rank}")
-        if not card and self.standing_cards:
-            card = store.look(f"{self.standing_cards}/card/{rank}")
-        return (card or b"").decode()
+    def _process_of(self, store: Rendezvous, rank: int) -> str:
+        process = store.look(f"{self.group}/process/{rank}")
+        if not process and self.trainers:
+            process = store.look(f"{self.trainers}/process/{rank}")
+        return (process or b"").decode()
 
     def _pulse_of(self, store: Rendezvous, rank: int) -> str:
         return (store.look(f"{self.name}/pulse/{rank}") or b"").decode()
@@ -532,12 +534,12 @@ class StoreChannel:
     def _leave(self, store: Rendezvous, left_early: bool, reason: str) -> None:
         if left_early:
             reason = f"it left with {reason}"
-            leave_word(store, self.name, self.rank, reason, self.intent or Intent())
+            announce_departure(store, self.name, self.rank, reason, self.intent or Intent())
             stands = store.claim(f"{self.name}/verdict", f"rank {self.rank} left: {reason}")
             self.outcome_known = self.outcome_known or stands != _COMMIT
         self._depart(store)
         if self.intent is None:
-            store.delete([f"{self.group}/card/{self.rank}"])
+            store.delete([f"{self.group}/process/{self.rank}"])
 
     def _depart(self, store: Rendezvous) -> None:
         """Delete what this rank left, and, if it is the last, what all did."""
@@ -570,12 +572,12 @@ class _Numbering:
 _numbering = ProcessWide(_Numbering)
 
 
-def leave_card(store: Rendezvous, group: str, rank: int, doing: str = "") -> None:
+def announce_process(store: Rendezvous, group: str, rank: int, doing: str = "") -> None:
     """Say which process is `rank`, so that others can tell whether it is there."""
-    store.put({f"{group}/card/{rank}": make_card(doing).encode()})
+    store.put({f"{group}/process/{rank}": describe_process(doing).encode()})
 
 
-def leave_word(
+def announce_departure(
     store: Rendezvous, name: str, rank: int, reason: str, intent: Intent | None = None
 ) -> None:
     """Say why `rank` is not in the operation of that name any more."""
