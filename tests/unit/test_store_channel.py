@@ -94,6 +94,38 @@ def test_a_count_that_is_deleted_while_it_is_read_is_none() -> None:
     assert rendezvous.count("nothing") is None
 
 
+def test_a_rank_that_is_slow_to_fetch_an_answer_hears_of_an_interrupt_in_the_next_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupted = threading.Event()
+    wait_for_answer = StoreChannel._wait_for_answer
+
+    def wait_slowly(self: StoreChannel, *args: Any) -> Any:
+        interrupted.wait()
+        return wait_for_answer(self, *args)
+
+    def give_up(channel: StoreChannel) -> bytes:
+        if channel.rank == 0:
+            raise KeyboardInterrupt
+        return b""
+
+    def work(channel: StoreChannel) -> str:
+        channel.gather_scatter("plan", lambda: b"", lambda messages: messages)
+        try:
+            channel.gather_scatter("write", lambda: give_up(channel), lambda messages: messages)
+        except KeyboardInterrupt:
+            interrupted.set()
+        return "interrupted"
+
+    monkeypatch.setattr(StoreChannel, "_wait_for_answer", wait_slowly)
+    monkeypatch.setattr(store_channel, "_ANSWER_GRACE_SECONDS", 0.0)
+    here, there = on_ranks(2, work, seconds=2.0)
+
+    assert here == "interrupted"
+    assert isinstance(there, CheckpointException)
+    assert isinstance(there.failures[0][0], KeyboardInterrupt)
+
+
 def give_up_while(
     decide: Callable[[StoreChannel, threading.Event], None], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Any, dict[int, bool]]:

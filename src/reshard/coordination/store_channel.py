@@ -376,8 +376,9 @@ class StoreChannel:
 
         def leave_answers(store: Rendezvous) -> None:
             store.put(values)
-            # Whoever sends a message has the answer to the last.
-            if old is not None and not self._lost_ranks:
+            # Whoever sends a message has the answer to the last. After an interrupt, messages
+            # were not waited for.
+            if old is not None and not self._lost_ranks and self._interrupt is None:
                 store.delete_value(*old)
 
         # Waited for: else the thread that does it would wait for the interpreter's lock.
