@@ -236,7 +236,7 @@ def truncate_first(self, *args):
     return copy_rows(self, *args)
 
 reading._Filler._copy_rows = truncate_first
-reading._STAGING_BYTES = reading._HASHED_ROWS_BYTES = 64 << 10
+reading._BOUNCE_BYTES = reading._HASHED_ROWS_BYTES = 64 << 10
 try:
     reshard.read_tensor(folder, "w", (slice(None), slice(3, 5)), verify=sys.argv[2])
 except reshard.api.CorruptCheckpointError as error:

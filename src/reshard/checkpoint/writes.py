@@ -100,7 +100,7 @@ def _warn_of_pickles(keys: Sequence[str], store: Store) -> None:
         "1 value" if len(keys) == 1 else f"{len(keys)} values",
         store.location,
         "is stored as a pickle" if len(keys) == 1 else "are stored as pickles",
-        ", ".join(keys[:5]),
+        ", ".join(map(repr, keys[:5])),
     )
 
 
