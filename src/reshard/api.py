@@ -80,7 +80,7 @@ class CheckpointException(Exception):  # noqa: N818 - the name is part of the co
         """Rank -> (exception, stack) for every rank that failed."""
         told: dict[int, WRAPPED_EXCEPTION] = self.__dict__.get("_failures", {})
         if not told and self._raised_at is not None:
-            # A copy without failures: whoever looks for the reason by way of them finds an end.
+            # A copy without failures, so that code which follows them to the reason terminates.
             rank, stack = self._raised_at
             reason = _restore(type(self), self.args)
             reason.__dict__.update(self.__dict__, _raised_at=None)
@@ -256,7 +256,7 @@ def _describe_stacks(
             continue
         if isinstance(error, CheckpointException):
             texts += _describe_stacks(error.__dict__.get("_failures", {}), shown)
-        elif frames := _frames_to_show(error, stack):
+        if frames := _frames_to_show(error, stack):
             lines = "".join(traceback.format_list(frames)).rstrip("\n")
             texts.append(f"Stack of rank {ranks[0]} (most recent call last):\n{lines}")
     return texts
@@ -266,7 +266,10 @@ def _frames_to_show(
     error: BaseException, stack: Sequence[traceback.FrameSummary]
 ) -> list[traceback.FrameSummary]:
     """The part of a stack that helps: code of users and what it called, or a bug of ours."""
-    if isinstance(error, CheckpointException) or not isinstance(error, Exception):
+    if not isinstance(error, Exception):
+        return []
+    if isinstance(error, CheckpointException) and (not stack or _is_internal(stack[-1].filename)):
+        # Raised by us, on purpose.
         return []
     frames = list(itertools.dropwhile(lambda frame: _is_internal(frame.filename), stack))
     if frames or isinstance(error, OSError | MemoryError) or _is_deliberate(error, stack):

@@ -190,6 +190,7 @@ class DefaultLoadPlanner(LoadPlanner):
     original_state_dict: STATE_DICT_TYPE
     mappings: Mapping[str, StatePath]
     _is_default_planner = True
+    call_settings = ("exclude", "allow_pickle", "allow_partial_load")
 
     def __init__(
         self,

@@ -273,6 +273,8 @@ class FileSystemReader(StorageReader):
     `manifest_limit_bytes` is refused before it is read.
     """
 
+    call_settings = ("verify", "allow_pickle")
+
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -201,6 +201,8 @@ class LoadPlanner:
     `examples/` holds the usual ones.
     """
 
+    call_settings: tuple[str, ...] = ()
+    """Attributes that `load` sets for one call: `exclude`, `allow_pickle`, `allow_partial_load`."""
     covered_prefixes: tuple[str, ...] = ()
     """What stored names begin with that the planner takes care of under another name."""
 

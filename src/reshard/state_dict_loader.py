@@ -57,7 +57,7 @@ def load(
     dict: `{"model": ""}` takes a prefix away, `{"": "model"}` puts one before all names.
     `verify` says which chunks are checked against their checksums: those read whole
     (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). A rank
-    that does not answer for `timeout_seconds` counts as failed; 0 means to wait for ever.
+    that does not answer for `timeout_seconds` counts as failed; 0 means no limit.
     """
     began = time.perf_counter()
     report = load_now(
@@ -68,7 +68,7 @@ def load(
         LoadSettings(
             strict=strict,
             rename=rename,
-            exclude=(exclude,) if isinstance(exclude, str) else tuple(exclude) or None,
+            exclude=exclude,
             verify=verify,
             allow_pickle=allow_pickle or None,
         ),

@@ -56,7 +56,7 @@ def save(
     committed, and durable unless the writer says otherwise. If any rank fails, every rank
     raises a `CheckpointException` with the reasons, and what was at `checkpoint_id`
     before is still there. A rank that does not answer for `timeout_seconds` counts as
-    failed; 0 means to wait for ever.
+    failed; 0 means no limit.
 
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.

@@ -8,8 +8,9 @@ from __future__ import annotations
 import abc
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch.futures import Future
@@ -130,6 +131,9 @@ class StorageReader(abc.ABC):
     5. `read_data`, on every rank.
     """
 
+    call_settings: tuple[str, ...] = ()
+    """Attributes that `load` sets for one call: `verify` and `allow_pickle`, if any."""
+
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load; with a `checkpoint_id`, of that checkpoint."""
@@ -176,5 +180,15 @@ class StorageReader(abc.ABC):
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
     """Whether a function of the user's takes keywords that it does not name."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = parameters_of(function).values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function or method."""
+    return _parameters_of(getattr(function, "__func__", function))
+
+
+@lru_cache(maxsize=64)
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters

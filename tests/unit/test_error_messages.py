@@ -388,6 +388,10 @@ def failed(*errors: Exception | None) -> dict[int, Any]:
     """What failed on which rank."""
     told = {}
     for rank, error in enumerate(errors):
+        if isinstance(error, CheckpointException):
+            # Not raised here, which would make it one that code of users raises.
+            told[rank] = _wrap_exception(error)
+            continue
         try:
             if error is not None:
                 raise error

@@ -19,6 +19,7 @@ import pytest
 
 from reshard.api import BusyError, CheckpointException, _wrap_exception
 from reshard.background.queue import MOST_IN_FLIGHT, SaveFuture, SaveQueue, save_queue
+from reshard.coordination.last_answers import last_answers
 from reshard.engine import process_wide
 from reshard.engine.process_wide import ProcessWide
 from reshard.metadata import Metadata
@@ -432,6 +433,15 @@ def test_the_end_of_the_process_closes_and_tells_of_failures_that_nobody_saw(
     assert "OSError: disk full" in said
     assert "cannot close" in said
     assert "was seen" not in said
+
+
+def test_answers_are_waited_for_when_the_saves_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[str] = []
+    monkeypatch.setattr(threading, "_register_atexit", lambda f, *_: hooks.append(f.__qualname__))
+    monkeypatch.setattr(last_answers, "_made", [])
+    SaveQueue().watch_exit()
+    # They run in reverse.
+    assert hooks == ["LastAnswers._wait_in", "SaveQueue._at_exit"]
 
 
 def exit_code_of_child(function: Callable[[], bool]) -> int:

@@ -19,6 +19,7 @@ from typing import Literal
 
 from reshard.api import BusyError, CheckpointException, _explain, _wrap_exception
 from reshard.coordination.failures import say_again
+from reshard.coordination.last_answers import last_answers
 from reshard.engine.process_wide import ProcessWide, release_all
 from reshard.metadata import Metadata
 
@@ -210,6 +211,8 @@ class SaveQueue:
         if self._watching_exit:
             return
         self._watching_exit = True
+        # Hooks run in reverse: answers are waited for when the saves are done.
+        last_answers()
         # Thread pools refuse work once the interpreter begins to end, which is before the
         # functions of atexit run; this hook comes before that.
         register = getattr(threading, "_register_atexit", atexit.register)

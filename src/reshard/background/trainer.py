@@ -18,7 +18,7 @@ from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
 from reshard.operations.save import Save, SaveJob
 from reshard.operations.targets import SaveTarget
-from reshard.operations.user_calls import ask_for_states
+from reshard.operations.user_calls import ask_for_states, refuse_dcp
 from reshard.planner import SavePlanner
 from reshard.snapshots.pool import Lease, Staged, staging_pool
 from reshard.staging import AsyncStager, DefaultStager, StagingOptions
@@ -50,7 +50,7 @@ def save_later(
     # Opened here, not in the thread that saves: all ranks call in the same order, whatever order
     # their saves then run in.
     channel = ranks.open_channel(target.intent(what, options.use_collectives))
-    save = BackgroundSave(target.absolute(), planner, channel, options)
+    save = BackgroundSave(target, planner, channel, options)
     save.start(state_dict)
     return save
 
@@ -93,6 +93,8 @@ class BackgroundSave:
             # Objects that are asked for their state may communicate, so nothing that only one
             # rank may fail in comes before.
             state_dict = ask_for_states(state_dict)
+            refuse_dcp(self.target.writer, self.planner)
+            self.target = self.target.absolute()
             self._check_target()
             queue.admit(self.options.when_busy)
             stager = self.options.stager or self._own_stager()
@@ -137,10 +139,8 @@ class BackgroundSave:
         if self._is_off:
             return
         # A stager of the user's may have made a dict of its own from what ours staged.
-        leases = staging_pool().leases_of(staged)
-        if isinstance(staged, Staged):
-            leases = [staged.lease]
-        for lease in leases:
+        own = isinstance(staged, Staged)
+        for lease in [staged.lease] if own else staging_pool().leases_of(staged):  # type: ignore[attr-defined]
             lease.keep()
             self._kept.append(lease)
 
@@ -234,11 +234,11 @@ class BackgroundSave:
         finally:
             if copied is not None:
                 copied.release()
-        if isinstance(outcome, Metadata):
-            return outcome
-        # The other ranks know.
-        reason, _ = decode_error(outcome)
-        raise reason
+        if isinstance(outcome, bytes):
+            # The other ranks know.
+            reason, _ = decode_error(outcome)
+            raise reason
+        return outcome
 
 
 def _limit(meeting: Meeting) -> float | None:

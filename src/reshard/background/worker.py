@@ -57,7 +57,10 @@ class PackedSave(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """A save for the worker. `payload` is a `PackedSave`, opened there, in front of all ranks."""
+    """A save for the worker.
+
+    `payload` is a `PackedSave`, unpacked where a failure reaches all ranks.
+    """
 
     meeting: Meeting
     payload: bytes
@@ -132,13 +135,13 @@ class Worker:
                 self._kill(request.limit_seconds)
             kind, content = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise self._obituary() from error
+            raise self._explain_loss() from error
         if kind == "failed":
             return bytes(content)
         metadata: Metadata = pickle.loads(content)
         return metadata
 
-    def _obituary(self) -> WorkerLostError:
+    def _explain_loss(self) -> WorkerLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_SECONDS)
         self._listener.join(_STOP_SECONDS)
@@ -148,7 +151,7 @@ class Worker:
             with contextlib.suppress(ValueError):
                 how = f"was killed by {signal.Signals(-code).name}"
         words = self._last_words.decode(errors="replace").strip()
-        said = f" Its last words:\n{words}" if words else " It said nothing."
+        said = f" It printed last:\n{words}" if words else " It printed nothing."
         return WorkerLostError(
             f"the worker process {self.pid} {how} in the middle of a save. The checkpoint "
             "there may be the older or the new one: look at the place before you rely on either. "

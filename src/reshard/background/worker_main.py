@@ -110,10 +110,10 @@ def _save(request: WorkerRequest, memory: torch.Tensor, script: TrainerScript) -
                 planner.remember_in(_plan_caches())  # type: ignore[attr-defined]
             writer = packed.target.choose_writer()
         job = SaveJob(packed.state_dict, writer, planner, packed.use_collectives)
-        metadata = Save(job, channel).run()
+        save = Save(job, channel)
+        metadata = save.run()
         # The trainer reads it back when it needs it, if it can.
-        reference = writer.reference_to(metadata) if packed.use_collectives else ""
-        return writer.referenced_metadata(reference) if reference else metadata
+        return writer.referenced_metadata(save.reference) if save.reference else metadata
 
 
 _plan_caches: ProcessWide[dict[str, PlanCache]] = ProcessWide(dict)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -72,15 +73,14 @@ class OpenSave:
         put_new(self.store, key, data, durable)
 
     def check_visible(self, files: Mapping[str, int | None], rank: int) -> None:
-        """Files that another rank wrote must be here too, or the place is not shared."""
+        """Check that all files are there, with the bytes that were written.
+
+        Those of another rank are not if the place is not shared.
+        """
         give_up = time.monotonic() + _UNSEEN_SECONDS
         own = set(self.written)
         for path, size in files.items():
-            if path in own:
-                if self.store.modified(path) is None:
-                    raise self.removed()
-                continue
-            found = self._wait_for(path, give_up, rank)
+            found = self._wait_for(path, -math.inf if path in own else give_up, rank)
             if size is not None and found != size:
                 raise CorruptCheckpointError(
                     f"{path!r} at {self.store.location} has {found} bytes, although {size} were "
@@ -88,13 +88,14 @@ class OpenSave:
                 )
 
     def _wait_for(self, path: str, give_up: float, rank: int) -> int:
-        """The size of a file of another rank."""
+        """The size of a file, which a network file system may take a moment to show."""
         while True:
             try:
                 # Opened, since a network file system may answer other questions from its cache.
                 reader = self.store.open_reader(path)
             except FileNotFoundError as error:
-                if self._claim is not None and self.store.version(self._claim) is None:
+                withdrawn = self._claim is not None and self.store.version(self._claim) is None
+                if withdrawn or give_up == -math.inf:
                     raise self.removed() from error
                 if time.monotonic() > give_up:
                     raise CheckpointException(

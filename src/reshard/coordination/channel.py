@@ -16,7 +16,6 @@ import torch.distributed as dist
 from reshard.api import CheckpointException
 from reshard.coordination.exchange import Exchange
 from reshard.coordination.failures import fail_alone, rendezvous_lost
-from reshard.coordination.last_answers import last_answers
 from reshard.coordination.pairing import UNKNOWN, Intent
 from reshard.coordination.rendezvous import GroupStore, Rendezvous, RendezvousThread
 from reshard.coordination.store_channel import (
@@ -161,8 +160,6 @@ def open_channel(
         )
     if world_size == 1:
         return SoloChannel()
-    # Before any background save: what waits for those at the end of the process comes first.
-    last_answers()
     origin = default_store()
     # Numbered per group, since operations on different groups have no common order; and by
     # the store, so that the count goes on where the group is made again over the same one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from traceback import StackSummary
+from types import TracebackType
 from typing import TypeVar
 
 from reshard.api import (
@@ -71,7 +72,8 @@ def fail_alone(error: Exception) -> CheckpointException:
     stack = _wrap_exception(error)[1]
     if isinstance(error, CheckpointException):
         error._raised_at = 0, stack
-        return error.with_traceback(None)
+        kept = error.__traceback__ if _frames_to_show(error, stack) else None
+        return error.with_traceback(from_user_code(kept))
     joined = CheckpointException(_explain(error, stack))
     joined._failures = {0: (error, stack)}
     _link(joined, error, stack)
@@ -135,10 +137,15 @@ def _link(joined: CheckpointException, error: BaseException, stack: StackSummary
     hold on to the state dict.
     """
     joined.__suppress_context__ = True
-    whole = part = error.__traceback__ if _frames_to_show(error, stack) else None
-    while part is not None and _is_internal(part.tb_frame.f_code.co_filename):
-        part = part.tb_next
-    error.__traceback__ = part or whole
+    whole = error.__traceback__ if _frames_to_show(error, stack) else None
+    error.__traceback__ = from_user_code(whole) or whole
     deliberate = _is_deliberate(error, stack) and not isinstance(error, OSError)
     if not deliberate and not isinstance(error, CheckpointException):
         joined.__cause__ = error
+
+
+def from_user_code(part: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first frame on that is not ours; None if all are."""
+    while part is not None and _is_internal(part.tb_frame.f_code.co_filename):
+        part = part.tb_next
+    return part

@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
+from reshard.engine.process_wide import ProcessWide
+
 T = TypeVar("T")
 
 PULSE_SECONDS = 5.0
@@ -322,17 +324,19 @@ class GroupStore:
 
     def connect(self, in_front: bool) -> Any:
         store = self._store
-        if in_front and store not in _given_up:
+        if in_front and store not in _given_up():
             return store
-        connection = _connections.get(store)
+        connection = _connections().get(store)
         if connection is None:
-            connection = _connections[store] = store.clone()
+            connection = _connections()[store] = store.clone()
         return connection
 
     def forget(self) -> None:
-        _connections.pop(self._store, None)
-        _given_up.add(self._store)
+        _connections().pop(self._store, None)
+        _given_up().add(self._store)
 
 
-_connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_given_up: weakref.WeakSet[Any] = weakref.WeakSet()
+_connections: ProcessWide[weakref.WeakKeyDictionary[Any, Any]] = ProcessWide(
+    weakref.WeakKeyDictionary
+)
+_given_up: ProcessWide[weakref.WeakSet[Any]] = ProcessWide(weakref.WeakSet)

@@ -55,7 +55,7 @@ _LONGEST_PAUSE_SECONDS = 0.002
 _LEAVE_SECONDS = 5.0
 _ANSWER_GRACE_SECONDS = 5.0
 _BLOCK = 64
-"""How many messages are asked for at once: asking for all of them is as dear as there are ranks."""
+"""How many messages are asked for at once: the cost of asking for all grows with the ranks."""
 _COMMIT = "commit"
 _VALUE, _FAILURE, _EACH = range(3)
 
@@ -79,8 +79,8 @@ class _Gathered(NamedTuple):
 class StoreChannel:
     """Ranks of a process group that talk through its rendezvous store, for one operation.
 
-    An operation is named by its group and its number: the how-manieth of the group it is on
-    this rank. Ranks that find each other at the same number with different intents sort that
+    An operation is named by its group and its number: how many operations of the group this
+    rank has begun. Ranks that find each other at the same number with different intents sort that
     out: see `pairing`. Without an `intent`, `group` itself names the operation.
     """
 
@@ -224,7 +224,7 @@ class StoreChannel:
         except BaseException as error:  # noqa: BLE001 - sent to all ranks, which raise it
             self._own_error = error
             if not isinstance(error, Exception):
-                # An interrupt: the others are told, and then it goes its way.
+                # An interrupt: the others are told, and then it is raised.
                 self._interrupt = error
             return _Answer(_FAILURE, encode_error(error))
 

@@ -1,7 +1,7 @@
 """What a process has one of: made when it is first asked for, and anew in a forked child.
 
 A child shares memory, files and connections with its parent, but has none of its threads, and
-its locks may be locked for ever. So it begins with nothing.
+its locks may be held by them. So it begins with nothing.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 from reshard.api import CheckpointException, MissingKeyError, PlanError, _note_on_error
 from reshard.background.queue import save_queue
 from reshard.coordination.agreement import agree_on_checkpoint, announce_load
-from reshard.coordination.channel import Channel, checking_arguments
+from reshard.coordination.channel import Channel, checking_arguments, failing_together
 from reshard.coordination.exchange import TextExchange
 from reshard.default_planner import DefaultLoadPlanner
 from reshard.engine.collector import paused_collection, paused_in_front
@@ -21,7 +21,12 @@ from reshard.metadata import Metadata
 from reshard.operations.ranks import Ranks
 from reshard.operations.renaming import Rename, renamed
 from reshard.operations.targets import LoadSource, comparable_place
-from reshard.operations.user_calls import overridden, refuse_dcp, set_up_reader
+from reshard.operations.user_calls import (
+    overridden,
+    refuse_dcp,
+    set_up_reader,
+    with_defaults,
+)
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planning.columns import Bools
 from reshard.plans.traits import load_traits, plans_alone
@@ -54,16 +59,37 @@ class LoadSettings:
 
     strict: bool | Literal["exact"] = True
     rename: Rename | None = None
-    exclude: tuple[str, ...] | None = None
+    exclude: Sequence[str] = ()
     verify: str | None = None
     allow_pickle: bool | None = None
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Those of `exclude`, which may be one."""
+        return (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
+
+    def apply(self, reader: StorageReader, planner: LoadPlanner) -> contextlib.ExitStack:
+        """Set what a call asks of its storage and its planner, until the stack is closed."""
+        pickles = self.allow_pickle or getattr(reader, "allow_pickle", None) or None
+        verify = None if self.verify is None else Verify(self.verify)
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(overridden(reader, verify=verify, allow_pickle=pickles))
+            undo.enter_context(
+                overridden(
+                    planner,
+                    exclude=self.patterns or None,
+                    allow_pickle=pickles,
+                    allow_partial_load=None if self.strict else True,
+                )
+            )
+            return undo.pop_all()
 
     def check(self, planner: LoadPlanner) -> None:
         if self.strict not in (True, False, "exact"):
             raise ValueError(f"strict is True, False or 'exact', not {self.strict!r}")
         if self.verify is not None:
             Verify(self.verify)
-        if self.exclude and not load_traits(planner).is_default:
+        if self.patterns and not load_traits(planner).is_default:
             raise ValueError(
                 f"exclude needs a planner that derives from DefaultLoadPlanner, not "
                 f"{type(planner).__name__}: leave the keys out of the state dict"
@@ -83,22 +109,11 @@ def load_now(
     with checking_arguments(channel):
         settings.check(planner)
         reader = source.choose_reader()
-    pickles = settings.allow_pickle or getattr(reader, "allow_pickle", None)
-    with (
-        overridden(
-            reader,
-            verify=None if settings.verify is None else Verify(settings.verify),
-            allow_pickle=pickles,
-        ),
-        overridden(
-            planner,
-            exclude=settings.exclude,
-            allow_pickle=pickles or None,
-            allow_partial_load=None if settings.strict else True,
-        ),
-        channel,
-    ):
-        return Load(state_dict, reader, planner, channel, settings).run()
+    with channel:
+        with failing_together(channel, "open"):
+            undo = settings.apply(reader, planner)
+        with undo:
+            return Load(state_dict, reader, planner, channel, settings).run()
 
 
 class Load:
@@ -127,6 +142,8 @@ class Load:
         self.channel = channel
         self.settings = settings
         self.report = LoadReport()
+        self._planner_hooks = with_defaults(planner, LoadPlanner)
+        self._reader_hooks = with_defaults(reader, StorageReader)
         self._plans_alone = plans_alone(planner, reader)
         self._left_out: list[str] = []
         self._quiet = contextlib.ExitStack()
@@ -151,8 +168,8 @@ class Load:
         refuse_dcp(self.planner, self.reader)
         place = comparable_place(getattr(self.reader, "checkpoint_id", None))
         save_queue().settle(place)
-        self.metadata, is_common = self._read_metadata()
-        return announce_load(self.metadata.storage_meta if is_common else None)
+        self.metadata, self._is_common = self._read_metadata()
+        return announce_load(self.metadata.storage_meta if self._is_common else None)
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
         """The metadata, and whether it is common to all ranks or that of this rank only."""
@@ -183,8 +200,14 @@ class Load:
         with paused_collection():
             plan = planner.create_local_plan()
         self._plan = reader.prepare_local_plan(plan)
-        planner.check_values(reader.read_values(planner.values_to_check()))
+        self._check_values()
         return PlannedLoad(self._compare_keys(seen), None if self._plans_alone else self._plan)
+
+    def _check_values(self) -> None:
+        """Look at stored values that must fit before anything is loaded."""
+        names = self._planner_hooks.values_to_check()
+        if names:
+            self._planner_hooks.check_values(self._reader_hooks.read_values(names))
 
     def _ask_for_states(self) -> dict[str, Any]:
         if not any(map(is_stateful, self.original.values())):
@@ -204,7 +227,9 @@ class Load:
             if _gives_template(value):
                 template = value.template_for(metadata, key, rank, world_size)
                 # Made from the checkpoint: what nobody wants of it must not be there at all.
-                self.states[key], left_out = value.pruned(template, key, self.planner.excludes)
+                self.states[key], left_out = value.pruned(
+                    template, key, self._planner_hooks.excludes
+                )
                 self._left_out += left_out
 
     def _compare_keys(self, metadata: Metadata) -> Bools:
@@ -212,14 +237,14 @@ class Load:
         entries = metadata.state_dict_metadata
         self.stored = list(entries)
         wanted = getattr(self.planner, "state_dict", self.template)
-        excludes = self.planner.excludes
+        excludes = self._planner_hooks.excludes
         self.report.loaded = [n for n in wanted if n in entries and not excludes(n)]
         self.report.missing = [n for n in wanted if n not in entries and not excludes(n)]
         self.report.excluded = [*self._left_out, *(n for n in wanted if excludes(n))]
         covered = (
             # What other ranks stored of a value that differs by rank is not for this one.
             *(".".join(map(str, path)) + ".rank-" for path in self._rank_values),
-            *self.planner.covered_prefixes,
+            *self._planner_hooks.covered_prefixes,
             *(f"{name}." for name in self._left_out),
         )
         unexpected = (
@@ -232,8 +257,12 @@ class Load:
         return [self.stored[row] for row in np.flatnonzero(unexpected).tolist()]
 
     def _plan_globally(self, planned: Sequence[PlannedLoad]) -> list[PlannedLoad]:
-        # A key that any rank asks for is expected: stages of a pipeline ask for their own.
-        unexpected: Bools = np.logical_and.reduce([each.unexpected for each in planned])
+        # A key that any rank asks for is expected: stages of a pipeline ask for their own. Ranks
+        # with metadata of their own have keys of their own.
+        masks = [each.unexpected for each in planned]
+        if self._is_common:
+            masks = [np.logical_and.reduce(masks)] * len(masks)
+        unexpected: Bools = masks[self.channel.rank]
         if self.settings.strict == "exact" and unexpected.any():
             nobody_wants = self._name_unexpected(unexpected)
             shown = ", ".join(map(repr, nobody_wants[:5]))
@@ -243,14 +272,14 @@ class Load:
             )
         plans = [each.plan for each in planned if each.plan is not None]
         if not plans:
-            return [PlannedLoad(unexpected, None)] * len(planned)
+            return [PlannedLoad(mask, None) for mask in masks]
         if len(plans) < len(planned):
             raise PlanError(
                 "some ranks plan the load with another planner or storage than the others. Pass "
                 "the same on all ranks"
             )
         final = self.reader.prepare_global_plan(self.planner.create_global_plan(plans))
-        return [PlannedLoad(unexpected, plan) for plan in final]
+        return [PlannedLoad(mask, plan) for mask, plan in zip(masks, final, strict=True)]
 
     # Read
 
@@ -259,7 +288,7 @@ class Load:
         before = getattr(self.reader, "bytes_read", 0)
         self.reader.read_data(final, self.planner).wait()
         self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
-        self.planner.finish_load()
+        self._planner_hooks.finish_load()
 
     # Give back
 

@@ -21,6 +21,7 @@ from reshard.operations.user_calls import (
     refuse_dcp,
     set_up_save_planner,
     set_up_writer,
+    with_defaults,
 )
 from reshard.planner import SavePlan, SavePlanner
 from reshard.plans.results import are_results_of
@@ -58,6 +59,7 @@ def save_now(
     """Save while the caller waits."""
     channel = ranks.open_channel(target.intent("save", use_collectives))
     with checking_arguments(channel):
+        refuse_dcp(target.writer, planner)
         save_queue().wait_for_users(target.writer, planner)
         writer = target.choose_writer()
     job = SaveJob(state_dict, writer, planner or DefaultSavePlanner(), use_collectives)
@@ -75,7 +77,12 @@ class Save:
         self.channel = channel
         self.planner, self.writer = job.planner, job.writer
         self.traits = save_traits(job.planner)
+        self._planner_hooks = with_defaults(job.planner, SavePlanner)
+        self._writer_hooks = with_defaults(job.writer, StorageWriter)
+        self._states: STATE_DICT_TYPE | None = None
         self.metadata: Metadata | None = None
+        self.reference = ""
+        """What the metadata can be read back by; empty if it cannot."""
         self._final_plans: Sequence[SavePlan] = ()
         """On the coordinator: what each rank writes."""
         self._quiet = contextlib.ExitStack()
@@ -94,10 +101,11 @@ class Save:
         if answer.plan is None:
             answer = self.channel.exchange(SavePlanExchange(), self._plan_anew, self._plan_globally)
         own: SavePlan = answer.plan  # type: ignore[assignment]  # planned anew, it is there
-        self.writer.join_save(answer.save_id, self.channel.rank)
+        self._writer_hooks.join_save(answer.save_id, self.channel.rank)
         outcome = self.channel.exchange(
             ResultExchange(self._final_plans), lambda: self._write(own), self._finish
         )
+        self.reference = outcome.reference
         if self.metadata is not None:
             return self.metadata
         return outcome.metadata or self.writer.referenced_metadata(outcome.reference)
@@ -110,14 +118,14 @@ class Save:
 
     def _plan_anew(self) -> SavePlan:
         """Plan again: some rank relied on a cached plan that the coordinator no longer has."""
-        self.planner.forget_cached_plans()
+        self._planner_hooks.forget_cached_plans()
         return self._plan_locally()
 
     def _set_up(self) -> None:
         channel = self.channel
-        refuse_dcp(self.planner, self.writer)
-        states = ask_for_states(self.job.state_dict)
-        named = name_rank_values(states, channel.rank, channel.world_size)
+        if self._states is None:
+            self._states = ask_for_states(self.job.state_dict)
+        named = name_rank_values(self._states, channel.rank, channel.world_size)
         with paused_collection():
             set_up_save_planner(self.planner, named, self.writer, channel)
         set_up_writer(self.writer, channel, self.job.use_collectives)
@@ -148,9 +156,9 @@ class Save:
             if self.traits.is_default and any(not plan.usable for plan in plans):
                 return [SaveAnswer("", None)] * len(plans)
             raise
-        save_id = self.writer.begin_save()
+        save_id = self._writer_hooks.begin_save()
         answers = self.writer.prepare_global_plan(answers)
-        self._final_plans = self.planner.final_plans(answers)
+        self._final_plans = self._planner_hooks.final_plans(answers)
         return [SaveAnswer(save_id, answer) for answer in answers]
 
     def _finish(self, written: Sequence[Written]) -> list[SaveOutcome]:
@@ -158,14 +166,14 @@ class Save:
             raise RuntimeError("there is no global plan to finish")
         self.channel.seal()
         self.writer.finish(metadata=self.metadata, results=[each.results for each in written])
-        reference = self.writer.reference_to(self.metadata)
+        reference = self._writer_hooks.reference_to(self.metadata)
         return [SaveOutcome(reference, None if reference else self.metadata)] * len(written)
 
     # Without collectives: each rank plans for itself, and only the id of the save is agreed on
 
     def _save_alone(self) -> Metadata:
         save_id = self.channel.exchange(TextExchange("plan"), self._set_up_alone, self._begin_alone)
-        self.writer.join_save(save_id, self.channel.rank)
+        self._writer_hooks.join_save(save_id, self.channel.rank)
         self.channel.exchange(TextExchange("save"), self._write_alone, self._finish_alone)
         if self.metadata is None:
             raise RuntimeError("the save ended without metadata")
@@ -174,11 +182,11 @@ class Save:
     def _set_up_alone(self) -> str:
         self._set_up()
         # What the planner remembers was planned together with other ranks.
-        self.planner.forget_cached_plans()
+        self._planner_hooks.forget_cached_plans()
         return ""
 
     def _begin_alone(self, messages: Sequence[str]) -> list[str]:
-        return [self.writer.begin_save()] * len(messages)
+        return [self._writer_hooks.begin_save()] * len(messages)
 
     def _write_alone(self) -> str:
         plans, self.metadata = self.planner.create_global_plan([self._local_plan()])
@@ -190,7 +198,7 @@ class Save:
 
     def _finish_alone(self, messages: Sequence[str]) -> list[str]:
         self.channel.seal()
-        self.writer.finish_parts()
+        self._writer_hooks.finish_parts()
         return list(messages)
 
     def _discard(self) -> None:
@@ -199,6 +207,6 @@ class Save:
             # The coordinator may have committed it; the next save cleans up if it has not.
             return
         try:
-            self.writer.discard_save()
+            self._writer_hooks.discard_save()
         except Exception as error:  # noqa: BLE001 - why the save failed is what counts
             logger.warning("could not remove the files of a failed save: %s", error)

@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.coordination.pairing import LOAD, UNKNOWN, Intent
 from reshard.filesystem import FileSystemReader, FileSystemWriter
+from reshard.operations.user_calls import refuse_dcp, with_defaults
 from reshard.storage import StorageReader, StorageWriter
 
 Place = str | os.PathLike[str]
@@ -71,8 +72,9 @@ class SaveTarget:
             if self.writer is None:
                 place = self.place if self.checkpoint_id else None
             else:
-                place = self.writer.shared_place(self.checkpoint_id)
-        except (OSError, ValueError, TypeError):
+                refuse_dcp(self.writer)
+                place = self._shared_place()
+        except Exception:  # noqa: BLE001 - raised again when the target is used
             return UNKNOWN
         if place is not None:
             what += f" to {comparable_place(place)!r}"
@@ -82,12 +84,17 @@ class SaveTarget:
 
     def absolute(self) -> SaveTarget:
         """The same for later, or for another process: relative paths are taken from here."""
-        place = self.checkpoint_id
+        chosen = self.checkpoint_id
         if self.writer is not None:
-            place = self.writer.shared_place(place) or place
-        elif place and FileSystemWriter.validate_checkpoint_id(place):
-            place = os.path.abspath(place)
-        return SaveTarget(self.writer, place)
+            if self._shared_place() is None:
+                return self
+            chosen = chosen or getattr(self.writer, "checkpoint_id", None)
+        if not chosen or "://" in str(chosen):
+            return self
+        return SaveTarget(self.writer, os.path.abspath(chosen))
+
+    def _shared_place(self) -> str | None:
+        return with_defaults(self.writer, StorageWriter).shared_place(self.checkpoint_id)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ from typing import Any, TypeVar, cast
 
 from reshard.api import CheckpointException, PlanError, _note_on_error
 from reshard.coordination.channel import Channel
+from reshard.coordination.failures import from_user_code
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
 from reshard.stateful import is_stateful
-from reshard.storage import StorageReader, StorageWriter, takes_any_keyword
+from reshard.storage import StorageReader, StorageWriter, parameters_of, takes_any_keyword
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def _api_bc_check(func: F) -> F:
@@ -34,7 +36,7 @@ def _api_bc_check(func: F) -> F:
         if len(args) == 2 and storage not in kwargs:
             warnings.warn(
                 f"pass {storage} to {func.__name__} by its name: it will not be taken by its "
-                "position for ever",
+                "position in a later release",
                 stacklevel=2,
             )
             kwargs[storage] = args[1]
@@ -44,7 +46,7 @@ def _api_bc_check(func: F) -> F:
         except CheckpointException as error:
             # Its text and `failures` say what happened. The frames in between are ours, and
             # hold on to the state dict.
-            raise error.with_traceback(None)  # noqa: B904
+            raise error.with_traceback(from_user_code(error.__traceback__))  # noqa: B904
 
     return cast(F, call)
 
@@ -59,6 +61,25 @@ def refuse_dcp(*objects: object) -> None:
                     "derive it from the class of that name in reshard (under reshard.patch(), "
                     "import the module that defines it after the patch)"
                 )
+
+
+class _WithDefaults:
+    """An object of a user that need not derive from a contract, with what the contract defaults."""
+
+    def __init__(self, used: object, contract: type) -> None:
+        self._used = used
+        self._contract = contract
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(self._used, name):
+            return getattr(self._used, name)
+        default = getattr(self._contract, name)
+        return functools.partial(default, self._used) if callable(default) else default
+
+
+def with_defaults(used: T, contract: type) -> T:
+    """`used` for calls of the optional methods of a contract."""
+    return used if isinstance(used, contract) else cast(T, _WithDefaults(used, contract))
 
 
 def ask_for_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -80,7 +101,7 @@ def set_up_save_planner(
     planner: SavePlanner, state_dict: STATE_DICT_TYPE, writer: StorageWriter, channel: Channel
 ) -> None:
     """Hand the state dict to the planner. Older planners do not take `storage_meta`."""
-    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+    if "storage_meta" in parameters_of(planner.set_up_planner):
         planner.set_up_planner(
             state_dict=state_dict,
             storage_meta=writer.storage_meta(),
@@ -116,11 +137,12 @@ def set_up_reader(reader: StorageReader, metadata: Metadata, channel: Channel) -
 
 @contextlib.contextmanager
 def overridden(used: object, **settings: Any) -> Iterator[None]:
-    """Settings of one call on an object that was passed to it, as far as the object has them.
+    """Settings of one call on an object that was passed to it, as far as the object takes them.
 
     They are as before when the block ends. None stands for a setting that was not given.
     """
-    given = {n: v for n, v in settings.items() if v is not None and hasattr(used, n)}
+    taken = getattr(used, "call_settings", ())
+    given = {name: settings[name] for name in taken if settings.get(name) is not None}
     before = {name: getattr(used, name) for name in given}
     try:
         for name, value in given.items():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+from reshard.engine.process_wide import ProcessWide
 
 
 def lazy_fields(*names: str) -> Any:
@@ -16,6 +19,7 @@ def lazy_fields(*names: str) -> Any:
     def decorate(cls: Any) -> Any:
         for name in names:
             setattr(cls, name, _field(name))
+        cls.__new__ = _new
         cls.__eq__ = _eq
         cls.__hash__ = None
         for name, method in (("__repr__", _repr), ("__reduce_ex__", _reduce_ex)):
@@ -27,13 +31,23 @@ def lazy_fields(*names: str) -> Any:
 
 
 def become_plain(record: Any) -> None:
-    """Make the fields of a lazy record now."""
-    made, own = record.make(), list(vars(record))
-    # In this order, so that another thread that looks at the same time finds it whole.
-    vars(record).update(vars(made))
-    record.__class__ = type(made)
-    for name in own:
-        vars(record).pop(name, None)
+    """Make the fields of a lazy record now, unless another thread has."""
+    with _making():
+        if not hasattr(type(record), "make"):
+            return
+        own, made = list(vars(record)), record.make()
+        vars(record).update(vars(made))
+        record.__class__ = type(made)
+        for name in own:
+            del vars(record)[name]
+
+
+_making = ProcessWide(threading.RLock)
+
+
+def _new(cls: Any, *args: Any, **fields: Any) -> Any:
+    # Fields by name come from dataclasses.replace, if it replaces all of them.
+    return cls.__base__(**fields) if fields else object.__new__(cls)
 
 
 def _field(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Which steps of a planner are the default ones, and what follows from that.
 
-Asked once for each operation. Nothing outside of this room compares methods of planners, or asks
-whether a planner is one of ours.
+Nothing outside of this room compares methods of planners, or asks whether a planner is one of
+ours.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def default_step(method: F) -> F:
-    """Mark a method of a default planner. A subclass that overrides it has one without the mark."""
-    method._is_default_step = True  # type: ignore[attr-defined]
+    """Mark a method of a default planner. A subclass that overrides it has one without the mark.
+
+    The mark is the method itself, which stays true when a decorator copies its attributes.
+    """
+    method._default_step = method  # type: ignore[attr-defined]
     return method
 
 
 def _has_default(planner: object, *steps: str) -> bool:
     methods = (getattr(type(planner), step, None) for step in steps)
-    return all(getattr(method, "_is_default_step", False) for method in methods)
+    return all(m is not None and getattr(m, "_default_step", None) is m for m in methods)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,12 @@ def _machine_tag() -> str:
 
 def owner_tag() -> str:
     """This process: its machine, its id and when it began."""
-    return f"{_machine_tag()}-{os.getpid()}-{start_time(os.getpid()) or 0}"
+    return _tag_of(os.getpid())
+
+
+@cache
+def _tag_of(own: int) -> str:
+    return f"{_machine_tag()}-{own}-{start_time(own) or 0}"
 
 
 def is_alive(tag: str) -> bool | None:
