@@ -152,7 +152,7 @@ class FileSystemWriter(StorageWriter):
 
     def shared_place(self, checkpoint_id: str | os.PathLike[str] | None = None) -> str | None:
         chosen = self.path if checkpoint_id is None else checkpoint_id
-        return os.path.abspath(chosen) if chosen and _is_local(chosen) else None
+        return os.path.realpath(chosen) if chosen and _is_local(chosen) else None
 
     def reference_to(self, metadata: Metadata) -> str:
         return self.save_id if can_be_read_back(metadata) else ""

@@ -235,7 +235,9 @@ def remove_debris(store: Store, committed: str | None, save_id: str, used: Colle
     - Of two that clear up after a dead save, the one that removes the claim does it. A save
       that was thought dead finds its claim gone, and commits nothing.
     """
-    files = [key for key in store.list() if key not in used]
+    files = [key for key in store.list() if key not in used and key != MANIFEST]
+    if not files:
+        return
     claims = {match[1]: key for key in store.list() if (match := _CLAIM.fullmatch(key))}
     if store.version(MANIFEST) != committed:
         # Whoever replaced it clears up.

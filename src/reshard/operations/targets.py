@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from reshard.coordination.pairing import LOAD, UNKNOWN, Intent
@@ -56,7 +57,7 @@ class SaveTarget:
         writer.reset(self.checkpoint_id)
         return writer
 
-    @property
+    @cached_property
     def place(self) -> str | None:
         """Where the save goes. The writer is not touched: it may be busy with an earlier save."""
         if self.checkpoint_id is None:
@@ -77,7 +78,7 @@ class SaveTarget:
         except Exception:  # noqa: BLE001 - raised again when the target is used
             return UNKNOWN
         if place is not None:
-            what += f" to {comparable_place(place)!r}"
+            what += f" to {place!r}"
         elif self.writer is None:
             return UNKNOWN
         return Intent(what, what)
