@@ -21,8 +21,6 @@ from reshard.tensors.dcp_types import to_properties
 from reshard.tensors.materialise import materialise
 from reshard.tensors.shards import DTensorReader, local_shards, wanted_regions
 
-__all__: list[str] = []
-
 
 def _init_state_dict(state_dict: dict[str, Any]) -> Any:
     """Give every tensor of `state_dict` that is on the meta device real memory, in place."""
