@@ -29,6 +29,7 @@ import errno
 import itertools
 import os
 import pickle
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,7 +103,10 @@ class CheckpointException(Exception):  # noqa: N818 - the name is part of the co
 
 
 def _restore(kind: type[CheckpointException], args: tuple[Any, ...]) -> CheckpointException:
-    return kind.__new__(kind, *args)
+    error = kind.__new__(kind, *args)
+    # The constructors of some classes of Python would have set them.
+    error.args = args
+    return error
 
 
 class PlanError(CheckpointException, ValueError):
@@ -209,8 +213,8 @@ def _by_reason(failures: Mapping[int, WRAPPED_EXCEPTION]) -> list[tuple[str, lis
         error, stack = failures[rank]
         reason = _explain(error, stack)
         # A full disk is one reason, although each rank writes a file of its own.
-        number = None if isinstance(error, CheckpointException) else getattr(error, "errno", None)
-        groups.setdefault((type(error), number or reason), (reason, []))[1].append(rank)
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        groups.setdefault((type(error), is_full or reason), (reason, []))[1].append(rank)
     return list(groups.values())
 
 
@@ -233,16 +237,22 @@ def _explain(error: BaseException, stack: Sequence[traceback.FrameSummary] = ())
     if isinstance(error, CheckpointException):
         text = error._reason
     elif isinstance(error, OSError) and error.strerror:
-        place = "" if error.filename is None else f": {os.fsdecode(error.filename)!r}"
+        place = "" if error.filename is None else f": {_file_name(error.filename)!r}"
         hint = _HINTS.get(error.errno or 0, "")
         text = f"{error.strerror}{place}{hint and f'. {hint}'}"
     elif isinstance(error, RemoteError):
-        text = text.partition("\nTraceback")[0]
+        text = re.split(r"\n\s*(?:\+ Exception Group )?Traceback", text)[0].removesuffix(": ")
     elif not _is_deliberate(error, stack):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    for note in getattr(error, "__notes__", ()):
+    notes = getattr(error, "__notes__", ())
+    for note in notes if isinstance(notes, list | tuple) else ():
         text += f" ({note})"
     return text
+
+
+def _file_name(name: Any) -> str:
+    """The file of an OSError, which may also be a descriptor."""
+    return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
 
 
 def _describe_stacks(
@@ -308,7 +318,8 @@ def _note_on_error(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         # As `add_note` does, which is there from Python 3.11 on.
-        notes = [*getattr(error, "__notes__", ()), f"while {what}"]
+        before = getattr(error, "__notes__", ())
+        notes = [*(before if isinstance(before, list) else ()), f"while {what}"]
         with contextlib.suppress(AttributeError):
             error.__notes__ = notes  # type: ignore[attr-defined]
         raise
@@ -334,7 +345,8 @@ def _portable_exception(exc: BaseException) -> WRAPPED_EXCEPTION:
     """As `_wrap_exception`, with a text for an `exc` that cannot be sent to another process."""
     wrapped = _wrap_exception(exc)
     try:
-        pickle.loads(pickle.dumps(wrapped))
+        if not _is_wrapped_exception(pickle.loads(pickle.dumps(wrapped))):
+            raise TypeError("its pickle is another kind of object")
     except Exception:  # noqa: BLE001 - any code may run in a pickle; the text is kept
         return RemoteError(_whole_text_of(exc)), wrapped[1]
     return wrapped

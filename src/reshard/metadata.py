@@ -6,6 +6,7 @@ DCP users know.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
@@ -118,10 +119,10 @@ class Metadata:
     version: str | None = None
 
     def __repr__(self) -> str:
-        entries = self.state_dict_metadata
+        entries = self.state_dict_metadata or {}
         tensors = [e for e in entries.values() if isinstance(e, TensorStorageMetadata)]
         nbytes = sum(
-            e.size.numel() * e.properties.dtype.itemsize for e in tensors if e.alias_of is None
+            math.prod(e.size) * e.properties.dtype.itemsize for e in tensors if e.alias_of is None
         )
         names = ", ".join([*map(repr, islice(entries, 3)), *(["..."] if len(entries) > 3 else [])])
         counts = f"{len(tensors)} tensors of {nbytes:,} bytes, {len(entries) - len(tensors)} values"

@@ -152,9 +152,9 @@ def async_save(
     Saves of one process run one after the other. While one runs and another waits, a
     third call blocks until one of them is done, or raises `BusyError` with
     `when_busy="refuse"`. A save that fails raises from its future; if nobody looks at
-    that, from the next `save` or `async_save` (whose own save goes on all the same), from
-    `close`, or from a `load` of the same place, and what is left is reported on stderr
-    when the process ends. A process that ends waits for its saves.
+    that, from the next `save`, which then saves nothing, or `async_save`, whose own save
+    goes on all the same, from `close`, or from a `load` of the same place, and what is left
+    is reported on stderr when the process ends. A process that ends waits for its saves.
 
     No collective is issued, so training may use any group meanwhile.
     """

@@ -48,7 +48,9 @@ def fail(folder: str, case: str) -> tuple[str, str]:
         options["checkpoint_id"] = folder
     if case == "place" and rank == 1:
         options["storage_writer"] = NoPlace(folder)
-    if case in ("place", "dcp"):
+    if case == "join" and rank == 1:
+        options["storage_writer"] = NoJoin(folder)
+    if case in ("place", "dcp", "join"):
         call = reshard.save
     if case == "dcp" and rank == 1:
         import torch.distributed.checkpoint as dcp
@@ -61,9 +63,15 @@ def fail(folder: str, case: str) -> tuple[str, str]:
     return "", ""
 
 
+class NoJoin(reshard.FileSystemWriter):
+    def join_save(self, save_id: str, rank: int) -> None:
+        raise RuntimeError("cannot join")
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
+        ("join", "cannot join"),
         ("exclude", "'int' object is not iterable"),
         ("settings", "verify cannot be set"),
         ("dcp", "derives from torch.distributed"),

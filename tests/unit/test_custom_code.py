@@ -170,6 +170,48 @@ def test_an_error_of_ours_that_code_of_users_raises_shows_where(tmp_path: Path) 
     assert printed.count("reshard/") == 1
 
 
+def test_hooks_that_are_set_on_one_planner_are_called(tmp_path: Path) -> None:
+    saving, loading = DefaultSavePlanner(), DefaultLoadPlanner()
+    saving.transform_object = lambda item, value: value * 3  # type: ignore[method-assign]
+    committed: list[str] = []
+    loading.commit_tensor = lambda item, _: committed.append(item.dest_index.fqn)  # type: ignore
+    reshard.save({"w": T}, checkpoint_id=tmp_path, planner=saving)
+    state = {"w": torch.zeros(4)}
+    reshard.load(state, checkpoint_id=tmp_path, planner=loading)
+
+    assert state["w"].equal(3 * T)
+    assert committed == ["w"]
+
+
+@pytest.mark.parametrize("begin", [1, 5, -1])
+def test_a_read_item_that_reaches_out_of_its_chunk_is_refused(begin: int, tmp_path: Path) -> None:
+    class Shifting(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            plan.items[0] = dataclasses.replace(
+                plan.items[0], storage_offsets=torch.Size((begin, 0))
+            )
+            return plan
+
+    reshard.save({"a": torch.ones(3, 4), "b": torch.zeros(3, 4)}, checkpoint_id=tmp_path)
+    state = {"a": torch.full((3, 4), 7.0)}
+    with pytest.raises(PlanError, match="the read item of 'a' reaches out of its chunk"):
+        reshard.load(state, checkpoint_id=tmp_path, planner=Shifting())
+    assert state["a"].eq(7).all()
+
+
+class Unreferable(reshard.FileSystemWriter):
+    def reference_to(self, metadata: Any) -> str:
+        raise RuntimeError("no references today")
+
+
+def test_metadata_that_cannot_be_referred_to_does_not_fail_a_committed_save(
+    tmp_path: Path,
+) -> None:
+    metadata = reshard.save({"w": T}, storage_writer=Unreferable(tmp_path))
+    assert list(metadata.state_dict_metadata) == ["w"]
+
+
 # Metadata that is made on demand
 
 

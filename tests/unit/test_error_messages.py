@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import errno
 import os
 import pickle
@@ -381,6 +383,56 @@ def test_what_we_refuse_with_a_class_of_python_is_printed_once(tmp_path: Path) -
     assert "".join(traceback.format_exception(raised.value)).count("a state dict is a dict") == 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int = 3
+
+
+class Odd(Exception):
+    errno: Any = [1]  # noqa: RUF012
+    __notes__ = 7
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(2, "No such file or directory", 7), "No such file or directory: '7'"),
+        (Frozen(), "Frozen"),
+        (Odd("what"), "Odd: what"),
+    ],
+)
+def test_an_odd_error_is_still_told(error: Exception, text: str, tmp_path: Path) -> None:
+    class Raising(reshard.DefaultSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            raise error
+
+    with pytest.raises(CheckpointException) as raised:
+        reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=Raising())
+    assert str(raised.value).startswith(text)
+    assert raised.value.failures[0][0] is error
+
+
+def test_an_error_whose_pickle_is_no_error_is_sent_as_text() -> None:
+    class Pretending(Exception):
+        def __reduce__(self) -> Any:
+            return int, (3,)
+
+    sent, _ = decode_error(encode_error(Pretending("reason")))
+    assert "reason" in str(sent)
+
+
+def test_errors_about_different_files_are_told_apart() -> None:
+    missing = [FileNotFoundError(2, "No such file", name) for name in ("a", "b")]
+    text = str(join_failures(failed(*missing), "write"))
+    assert "'a'" in text
+    assert "'b'" in text
+
+
+def test_an_error_keeps_its_arguments_when_it_is_copied() -> None:
+    error = CheckpointNotFoundError("nothing there")
+    assert repr(copy.deepcopy(error)) == repr(error)
+
+
 # Several ranks
 
 
@@ -507,6 +559,12 @@ def test_metadata_is_printed_in_one_line_at_any_size(tmp_path: Path) -> None:
     assert repr(entry.chunks) == repr(FIRST_CHUNK)
     assert isinstance(entry.chunks, ChunkList)
     assert entry.chunks.untouched
+
+
+def test_odd_metadata_can_be_printed() -> None:
+    entry = TensorStorageMetadata(reshard.metadata.TensorProperties(), (2, 3), [])  # type: ignore
+    assert repr(reshard.Metadata({"w": entry})).startswith("<Metadata: 1 tensors of 24 bytes")
+    assert repr(reshard.Metadata(None)) == repr(reshard.Metadata({}))  # type: ignore[arg-type]
 
 
 def test_metadata_of_nothing_can_be_printed() -> None:

@@ -181,7 +181,7 @@ class SaveQueue:
                 traceback.clear_frames(kept.__traceback__)
             if isinstance(error, CheckpointException):
                 # Its text and `failures` say what happened; the frames are ours.
-                error.__traceback__ = None
+                error.with_traceback(None)
         with self._changed:
             self._in_flight.remove(future)
             self._finishing = future

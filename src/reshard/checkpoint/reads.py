@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from reshard.api import _note_on_error
+from reshard.api import PlanError, _note_on_error
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.checkpoint.to_metadata import StorageMap
 from reshard.engine.collector import paused_collection
@@ -169,6 +169,8 @@ class _Collector:
             self.values.append((item, row))
             return
         row = self._storage.chunk_row(item.storage_index)
+        chunk = tuple(m.chunk_sizes[row, : int(m.ndims[m.table.row_of[name]])].tolist())
+        _check_bounds(item, chunk)
         with _note_on_error(f"loading {item.dest_index.fqn!r}"):
             tensor = self._planner.resolve_tensor(item)
         if tensor.shape != item.lengths:
@@ -182,7 +184,7 @@ class _Collector:
                 name=name,
                 file=self._files.open(int(m.chunk_files[row])),
                 begin=int(m.chunk_begins[row]),
-                chunk_shape=tuple(m.chunk_sizes[row, : len(item.lengths)].tolist()),
+                chunk_shape=chunk,
                 dtype=DTYPES[m.dtypes[m.table.row_of[name]]],
                 checksum=int(m.chunk_checksums[row]),
                 offsets=item.storage_offsets,
@@ -256,6 +258,21 @@ class _Collector:
                     names[dest],
                 )
             )
+
+
+def _check_bounds(item: ReadItem, chunk: Sequence[int]) -> None:
+    """Refuse to read what lies beside a chunk, for an item that somebody has edited."""
+    begins, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    fits = len(begins) == len(lengths) == len(chunk) and all(
+        begin >= 0 and length >= 0 and begin + length <= extent
+        for begin, length, extent in zip(begins, lengths, chunk, strict=True)
+    )
+    if not fits:
+        raise PlanError(
+            f"the read item of {item.dest_index.fqn!r} reaches out of its chunk: it asks for "
+            f"lengths {lengths} at {begins} of a chunk of shape {tuple(chunk)}. Correct "
+            "storage_offsets and lengths in the load plan"
+        )
 
 
 def _commit(planner: LoadPlanner, item: ReadItem, tensor: torch.Tensor) -> None:

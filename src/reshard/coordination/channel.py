@@ -132,7 +132,7 @@ def checking_arguments(channel: Channel) -> Iterator[None]:
             failing_together(channel, "open"),
         ):
             raise
-        error.__traceback__ = raised_at
+        error.with_traceback(raised_at)
         raise
 
 

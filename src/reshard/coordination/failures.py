@@ -84,7 +84,8 @@ def rank_lost(rank: int, phase: str, operation: str, reason: str) -> RankLostErr
     """For a rank that will not answer any more."""
     where = f", in the {operation}" if operation else ""
     return RankLostError(
-        f"lost rank {rank} {_name_phase(phase)}{where}: {reason}. What it printed last may say why"
+        f"lost rank {rank} {_name_phase(phase)}{where}: {reason.rstrip('.')}. What it printed last "
+        "may say why"
     )
 
 
@@ -138,7 +139,7 @@ def _link(joined: CheckpointException, error: BaseException, stack: StackSummary
     """
     joined.__suppress_context__ = True
     whole = error.__traceback__ if _frames_to_show(error, stack) else None
-    error.__traceback__ = from_user_code(whole) or whole
+    error.with_traceback(from_user_code(whole) or whole)
     deliberate = _is_deliberate(error, stack) and not isinstance(error, OSError)
     if not deliberate and not isinstance(error, CheckpointException):
         joined.__cause__ = error

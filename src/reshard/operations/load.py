@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -87,8 +87,10 @@ class LoadSettings:
     def check(self, planner: LoadPlanner) -> None:
         if self.strict not in (True, False, "exact"):
             raise ValueError(f"strict is True, False or 'exact', not {self.strict!r}")
-        if self.verify is not None:
-            Verify(self.verify)
+        if self.verify not in (None, *(each.value for each in Verify), *Verify):
+            raise ValueError(f"verify is 'off', 'chunks' or 'full', not {self.verify!r}")
+        if not (self.rename is None or callable(self.rename) or isinstance(self.rename, Mapping)):
+            raise TypeError(f"rename is a dict of prefixes or a function, not {self.rename!r}")
         if self.patterns and not load_traits(planner).is_default:
             raise ValueError(
                 f"exclude needs a planner that derives from DefaultLoadPlanner, not "

@@ -100,10 +100,8 @@ class Save:
         answer = self.channel.exchange(SavePlanExchange(), self._plan_locally, self._plan_globally)
         if answer.plan is None:
             answer = self.channel.exchange(SavePlanExchange(), self._plan_anew, self._plan_globally)
-        own: SavePlan = answer.plan  # type: ignore[assignment]  # planned anew, it is there
-        self._writer_hooks.join_save(answer.save_id, self.channel.rank)
         outcome = self.channel.exchange(
-            ResultExchange(self._final_plans), lambda: self._write(own), self._finish
+            ResultExchange(self._final_plans), lambda: self._write(answer), self._finish
         )
         self.reference = outcome.reference
         if self.metadata is not None:
@@ -137,7 +135,9 @@ class Save:
             plan = self.planner.create_local_plan()
         return self.writer.prepare_local_plan(plan)
 
-    def _write(self, answer: SavePlan) -> Written:
+    def _write(self, told: SaveAnswer) -> Written:
+        self._writer_hooks.join_save(told.save_id, self.channel.rank)
+        answer: SavePlan = told.plan  # type: ignore[assignment]  # planned anew, it is there
         final = self.planner.finish_plan(answer)
         writes = self.writer.write_data(final, self.planner)
         writes.wait()
@@ -166,15 +166,20 @@ class Save:
             raise RuntimeError("there is no global plan to finish")
         self.channel.seal()
         self.writer.finish(metadata=self.metadata, results=[each.results for each in written])
-        reference = self._writer_hooks.reference_to(self.metadata)
+        try:
+            reference = self._writer_hooks.reference_to(self.metadata)
+        except Exception as error:  # noqa: BLE001 - the save is committed
+            logger.warning("could not refer to the metadata of a save: %s", error)
+            reference = ""
         return [SaveOutcome(reference, None if reference else self.metadata)] * len(written)
 
     # Without collectives: each rank plans for itself, and only the id of the save is agreed on
 
     def _save_alone(self) -> Metadata:
         save_id = self.channel.exchange(TextExchange("plan"), self._set_up_alone, self._begin_alone)
-        self._writer_hooks.join_save(save_id, self.channel.rank)
-        self.channel.exchange(TextExchange("save"), self._write_alone, self._finish_alone)
+        self.channel.exchange(
+            TextExchange("save"), lambda: self._write_alone(save_id), self._finish_alone
+        )
         if self.metadata is None:
             raise RuntimeError("the save ended without metadata")
         return self.metadata
@@ -188,7 +193,8 @@ class Save:
     def _begin_alone(self, messages: Sequence[str]) -> list[str]:
         return [self._writer_hooks.begin_save()] * len(messages)
 
-    def _write_alone(self) -> str:
+    def _write_alone(self, save_id: str) -> str:
+        self._writer_hooks.join_save(save_id, self.channel.rank)
         plans, self.metadata = self.planner.create_global_plan([self._local_plan()])
         final = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[0])
         writes = self.writer.write_data(final, self.planner)

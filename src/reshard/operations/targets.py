@@ -123,11 +123,11 @@ class LoadSource:
 
     def intent(self) -> Intent:
         """What a call is about to do. Ranks may have a copy each, at places of their own."""
-        chosen = self.checkpoint_id
-        if chosen is None:
-            chosen = getattr(self.reader, "checkpoint_id", None)
         try:
+            chosen = self.checkpoint_id
+            if chosen is None:
+                chosen = getattr(self.reader, "checkpoint_id", None)
             place = comparable_place(chosen)
-        except (OSError, ValueError):
+        except Exception:  # noqa: BLE001 - raised again when the source is used
             place = None
         return Intent(LOAD, f"load of {place!r}" if place else "load")

@@ -101,10 +101,11 @@ def set_up_save_planner(
     planner: SavePlanner, state_dict: STATE_DICT_TYPE, writer: StorageWriter, channel: Channel
 ) -> None:
     """Hand the state dict to the planner. Older planners do not take `storage_meta`."""
+    meta = writer.storage_meta()
     if "storage_meta" in parameters_of(planner.set_up_planner):
         planner.set_up_planner(
             state_dict=state_dict,
-            storage_meta=writer.storage_meta(),
+            storage_meta=meta,
             is_coordinator=channel.is_coordinator,
         )
         return

@@ -22,9 +22,11 @@ def default_step(method: F) -> F:
     return method
 
 
-def _has_default(planner: object, *steps: str) -> bool:
-    methods = (getattr(type(planner), step, None) for step in steps)
-    return all(m is not None and getattr(m, "_default_step", None) is m for m in methods)
+def _has_default(used: object, *steps: str) -> bool:
+    # Of the object, not of its class: a hook may be set on it alone.
+    methods = (getattr(used, step, None) for step in steps)
+    functions = (getattr(method, "__func__", method) for method in methods)
+    return all(f is not None and getattr(f, "_default_step", None) is f for f in functions)
 
 
 @dataclass(frozen=True)
