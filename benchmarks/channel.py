@@ -137,8 +137,10 @@ def be_ranks(port: int, first: int, world_size: int, answer_bytes: int) -> list[
     took: list[float] = []
 
     def be_rank(rank: int) -> None:
+        connection = Connection(port)
         channel = StoreChannel(
-            thread=RendezvousThread(Connection(port), 600.0),
+            thread=RendezvousThread(connection, 600.0),
+            origin=connection.store,
             group="bench",
             rank=rank,
             world_size=world_size,
