@@ -191,7 +191,7 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_the_old_checkpoint_or_the_new_o
         counts = run_ranks(2, save_on_a_rank, seed, place, -1, 0, False, use_collectives)
     calls, told = counts[victim]
     assert told == "saved"
-    assert calls > 5
+    assert calls >= 5
     seen = set()
     for at in range(calls):
         for after in (False, True):

@@ -176,7 +176,7 @@ def test_a_rank_that_comes_to_a_save_that_the_others_gave_up_is_told_at_once(
             assert f"lost rank {late}" in told
             assert "did not answer within 1 s" in told
         else:
-            assert ("lost rank 2" if late == 2 else "it left with CheckpointException") in told
+            assert ("lost rank 2" if late == 2 else "it left with RankLostError") in told
             assert seconds < 4
     assert is_whole(tmp_path, "b", 3)
 
