@@ -200,6 +200,17 @@ def test_a_read_item_that_reaches_out_of_its_chunk_is_refused(begin: int, tmp_pa
     assert state["a"].eq(7).all()
 
 
+@pytest.mark.parametrize("answer", [([], reshard.Metadata({})), ([reshard.SavePlan([])], None)])
+def test_a_global_plan_that_is_not_whole_is_refused(answer: Any, tmp_path: Path) -> None:
+    class Forgetting(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            return answer
+
+    with pytest.raises(PlanError, match=r"of Forgetting returned \d plans for 1 ranks"):
+        reshard.save({"w": T}, checkpoint_id=tmp_path, planner=Forgetting())
+    assert list(tmp_path.iterdir()) == []
+
+
 class Unreferable(reshard.FileSystemWriter):
     def reference_to(self, metadata: Any) -> str:
         raise RuntimeError("no references today")

@@ -29,7 +29,7 @@ from reshard.planning.columns import (
     ChunkTable,
     Ints,
 )
-from reshard.planning.coverage import find_overlapped, find_untiled, survey
+from reshard.planning.coverage import bounds_and_cuts, find_overlapped, find_untiled
 
 FORMAT = "reshard"
 VERSION = 1
@@ -403,7 +403,7 @@ def _check_places(m: Manifest, where: str, shared_bytes: bool) -> None:
         name = m.tensor_names[int(volumes.argmax())]
         raise CorruptCheckpointError(f"{where} gives {name!r} a size that no memory could hold")
     owners = m.table.owners
-    outside, cut_dims = survey(m.shapes, m.chunk_offsets, m.chunk_sizes, owners)
+    outside, cut_dims = bounds_and_cuts(m.shapes, m.chunk_offsets, m.chunk_sizes, owners)
     if outside.any():
         name = m.tensor_names[int(owners[outside.argmax()])]
         raise CorruptCheckpointError(f"{where} has a chunk of {name!r} outside of its shape")

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reshard.api import StalePlanError
+from reshard.api import PlanError, StalePlanError
 from reshard.background.queue import save_queue
 from reshard.coordination.channel import Channel, checking_arguments
 from reshard.coordination.exchange import TextExchange
@@ -156,6 +156,12 @@ class Save:
             if self.traits.is_default and any(not plan.usable for plan in plans):
                 return [SaveAnswer("", None)] * len(plans)
             raise
+        if self.metadata is None or len(answers) != len(plans):
+            raise PlanError(
+                f"create_global_plan of {type(self.planner).__name__} returned {len(answers)} "
+                f"plans for {len(plans)} ranks, and {self.metadata!r} as the metadata. Return a "
+                "plan for each rank, and a Metadata"
+            )
         save_id = self._writer_hooks.begin_save()
         answers = self.writer.prepare_global_plan(answers)
         self._final_plans = self._planner_hooks.final_plans(answers)

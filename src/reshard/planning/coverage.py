@@ -25,11 +25,11 @@ _MOST_CUTS = 1 << 18
 
 def out_of_bounds(shapes: Ints, offsets: Ints, sizes: Ints, owners: Ints) -> Bools:
     """Which rows reach outside of their owner's shape, or have a negative offset or size."""
-    bad, _ = survey(shapes, offsets, sizes, owners)
+    bad, _ = bounds_and_cuts(shapes, offsets, sizes, owners)
     return bad
 
 
-def survey(shapes: Ints, offsets: Ints, sizes: Ints, owners: Ints) -> tuple[Bools, Bools]:
+def bounds_and_cuts(shapes: Ints, offsets: Ints, sizes: Ints, owners: Ints) -> tuple[Bools, Bools]:
     """Which rows are out of bounds, and along which dimensions each tensor is cut."""
     bad = np.zeros(len(owners), dtype=bool)
     cut_dims = np.zeros(shapes.shape, dtype=bool)
@@ -44,12 +44,12 @@ def survey(shapes: Ints, offsets: Ints, sizes: Ints, owners: Ints) -> tuple[Bool
 def find_untiled(table: ChunkTable, cut_dims: Bools | None = None) -> Ints:
     """The tensors that their chunks do not cover exactly. All chunks are in bounds.
 
-    `cut_dims` is what `survey` says of the table, where that is known. A tensor that is an
+    `cut_dims` is what `bounds_and_cuts` says of the table, where that is known. A tensor that is an
     alias needs no chunks.
     """
     shapes, owners, offsets, sizes = table.shapes, table.owners, table.offsets, table.sizes
     if cut_dims is None:
-        _, cut_dims = survey(shapes, offsets, sizes, owners)
+        _, cut_dims = bounds_and_cuts(shapes, offsets, sizes, owners)
     empty = (sizes == 0).any(axis=1)
     if empty.any():
         owners, offsets, sizes = owners[~empty], offsets[~empty], sizes[~empty]

@@ -21,11 +21,11 @@ from reshard.planning.columns import (
     widen,
 )
 from reshard.planning.coverage import (
+    bounds_and_cuts,
     describe_problem,
     find_overlapped,
     find_untiled,
     out_of_bounds,
-    survey,
 )
 from reshard.planning.keys import rank_points
 
@@ -94,7 +94,7 @@ def stack(plans: Sequence[WriteColumns]) -> PlanTable:
     sizes = _concatenate([widen(plan.sizes, width, 1) for plan in plans], width)
     is_value, dtypes, flags, ndims, shapes = _agree(plans, ids_of, len(names), width)
 
-    bad, cut_dims = survey(shapes, offsets, sizes, name_ids)
+    bad, cut_dims = bounds_and_cuts(shapes, offsets, sizes, name_ids)
     outside = np.flatnonzero(bad)
     if len(outside):
         raise CoverageError(_describe_outside(plans, plan_starts, int(outside[0])))

@@ -32,7 +32,7 @@ def intersect_groups(
     n_left, n_right = np.diff(left_starts), np.diff(right_starts)
     pairs = n_left * n_right
     found: list[Overlaps] = []
-    for begin, end in _batches(pairs, n_right, _pairs_at_a_time(left[0])):
+    for begin, end in _pair_batches(pairs, n_right, _pairs_at_a_time(left[0])):
         lefts = slice(int(left_starts[begin]), int(left_starts[end]))
         rights = slice(int(right_starts[begin]), int(right_starts[end]))
         boxes = left[0][lefts], left[1][lefts], right[0][rights], right[1][rights]
@@ -59,7 +59,7 @@ def _pairs_at_a_time(boxes: Ints) -> int:
     return max(1, _PAIRS_AT_A_TIME * 8 // max(8, int(boxes.shape[1])))
 
 
-def _batches(pairs: Ints, n_right: Ints, most: int) -> Iterator[tuple[int, int]]:
+def _pair_batches(pairs: Ints, n_right: Ints, most: int) -> Iterator[tuple[int, int]]:
     """Groups to compare pair by pair at once, and large ones each on their own."""
     begin, total = 0, 0
     for group, (count, rights) in enumerate(zip(pairs.tolist(), n_right.tolist(), strict=True)):
