@@ -157,14 +157,11 @@ def results_of(system: str, rank: int, plan: Any) -> bytes:
             ]
         )
     count = len(plan.items)
-    written = WrittenColumns(
-        files=[WrittenFile(f"__{rank}_0.safetensors", 4096 + count * nbytes, 4096, rank)],
-        file_ids=np.zeros(count, dtype=np.int64),
-        begins=4096 + np.arange(count) * nbytes,
-        nbytes=np.full(count, nbytes),
-        checksums=np.arange(count) * 0x9E3779B97F4A7C1 + rank,
-        pickled=np.zeros(count, dtype=np.int64),
-    )
+    written = WrittenColumns.of([nbytes] * count, [False] * count)
+    written.files = [WrittenFile(f"__{rank}_0.safetensors", 4096 + count * nbytes, 4096, rank)]
+    written.begins[:] = 4096 + np.arange(count) * nbytes
+    written.checksums[:] = np.arange(count) * 0x9E3779B97F4A7C1 + rank
+    written.digests[:] = np.random.default_rng(rank).integers(0, 256, (count, 16), dtype=np.uint8)
     return encode_results(WriteResults(plan.items, written), as_answered=True)
 
 

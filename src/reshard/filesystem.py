@@ -87,9 +87,13 @@ class FileSystemWriter(StorageWriter):
         self.save_id = str(uuid.uuid4())
         self._save: OpenSave | None = None
         self._id_is_used = False
+        self.base: str | os.PathLike[str] | None = None
+        self.compress: str | None = None
+        self.fingerprint = False
         self._stager = BlockingAsyncStager(cache_staged_state_dict)
 
     _synchronize_after_execute = False
+    call_settings = ("base", "compress", "fingerprint")
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process stages nothing, and has begun nothing.

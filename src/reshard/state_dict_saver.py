@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -17,7 +19,7 @@ from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 from reshard.engine.process_wide import release_all
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
-from reshard.operations.save import save_now
+from reshard.operations.save import SaveSettings, save_now
 from reshard.operations.targets import SaveTarget
 from reshard.operations.user_calls import _api_bc_check, ask_for_states
 from reshard.planner import SavePlanner
@@ -47,6 +49,11 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    base: str | os.PathLike[str] | None = None,
+    frozen: Sequence[str] = (),
+    compress: Literal["zstd"] | None = None,
+    fingerprint: bool = False,
+    check_replicas: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
     """Save `state_dict`: every rank its part, and all of it or nothing.
@@ -66,7 +73,14 @@ def save(
         SaveTarget(storage_writer, checkpoint_id),
         planner,
         Ranks(process_group, no_dist, timeout_seconds=timeout_seconds),
-        use_collectives,
+        SaveSettings(
+            use_collectives=use_collectives,
+            base=base,
+            frozen=frozen,
+            compress=compress,
+            fingerprint=fingerprint,
+            check_replicas=check_replicas,
+        ),
     )
 
 
@@ -102,7 +116,7 @@ def _save_state_dict(
         SaveTarget(storage_writer, None),
         planner,
         Ranks(process_group, no_dist, coordinator_rank, timeout_seconds),
-        use_collectives,
+        SaveSettings(use_collectives=use_collectives),
     )
 
 
@@ -140,6 +154,11 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    base: str | os.PathLike[str] | None = None,
+    frozen: Sequence[str] = (),
+    compress: Literal["zstd"] | None = None,
+    fingerprint: bool = False,
+    check_replicas: bool = False,
     when_busy: WhenBusy = "wait",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Future[Metadata] | AsyncSaveResponse:
@@ -168,9 +187,16 @@ def async_save(
         Ranks(process_group, no_dist, timeout_seconds=timeout_seconds),
         BackgroundOptions(
             in_process=kind is AsyncCheckpointerType.PROCESS,
-            use_collectives=use_collectives,
             stager=async_stager,
             when_busy=when_busy,
+        ),
+        SaveSettings(
+            use_collectives=use_collectives,
+            base=base,
+            frozen=frozen,
+            compress=compress,
+            fingerprint=fingerprint,
+            check_replicas=check_replicas,
         ),
     )
     return save.future if save.staging is None else AsyncSaveResponse(save.staging, save.future)

@@ -51,6 +51,9 @@ class StorageWriter(abc.ABC):
     6. `finish`, on the coordinator: the checkpoint becomes visible.
     """
 
+    call_settings: tuple[str, ...] = ()
+    """Attributes that `save` sets for one call: `base`, `compress` and `fingerprint`, if any."""
+
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new checkpoint; with a `checkpoint_id`, that one."""

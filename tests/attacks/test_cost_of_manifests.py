@@ -6,6 +6,7 @@ a fraction of a second; without the checks it takes from ten seconds to for ever
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import sys
@@ -23,8 +24,9 @@ import torch
 
 import reshard
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
-from reshard.format.manifest import Manifest, decode_manifest, encode_manifest
+from reshard.format.manifest import decode_manifest, encode_manifest
 from reshard.format.merging import merge_manifests
+from reshard.format.tables import Manifest
 from reshard.format.values import encode_value
 from reshard.planning.columns import DTYPE_CODES
 from reshard.planning.overlaps import overlapping_pairs
@@ -62,7 +64,8 @@ def manifest_of(boxes: Any, shape: Any) -> Manifest:
         ndims=np.array([width]), shapes=np.array([shape], dtype=np.int64),
         aliases=np.array([-1]), chunk_starts=np.concatenate([[0], numbers]),
         chunk_offsets=offsets, chunk_sizes=sizes, chunk_files=zeros, chunk_begins=begins[:-1],
-        chunk_checksums=zeros, value_names=[], value_files=none, value_begins=none,
+        chunk_digests=np.zeros((len(offsets), 16), dtype=np.uint8), chunk_probes=zeros,
+        value_names=[], value_files=none, value_begins=none,
         value_nbytes=none, value_checksums=none, value_pickled=none,
     )  # fmt: skip
 
@@ -144,9 +147,10 @@ def test_many_tensors_with_gaps_are_checked_together() -> None:
         many[name] = np.repeat(getattr(one, name), count, axis=0)
     for name in ("chunk_offsets", "chunk_sizes"):
         many[name] = np.tile(getattr(one, name), (count, 1))
-    for name in ("chunk_files", "chunk_checksums"):
+    for name in ("chunk_files", "chunk_probes"):
         many[name] = np.zeros(2 * count, dtype=np.int64)
-    encoded = encode_manifest(Manifest(**{**vars(one), **many}))
+    many["chunk_digests"] = np.zeros((2 * count, 16), dtype=np.uint8)
+    encoded = encode_manifest(dataclasses.replace(one, **many))
     with bounded():
         decode_manifest(encoded, "the manifest")
 
@@ -155,7 +159,7 @@ def test_columns_wider_than_any_tensor_are_refused_at_once() -> None:
     width = 100_000
     boxes = np.zeros((1, width), dtype=np.int64), np.ones((1, width), dtype=np.int64)
     wide = manifest_of(boxes, np.ones(width))
-    encoded = encode_manifest(Manifest(**{**vars(wide), "ndims": np.array([1])}))
+    encoded = encode_manifest(dataclasses.replace(wide, ndims=np.array([1])))
     with bounded(), pytest.raises(CorruptCheckpointError, match=r"column 'tensors\.shapes'"):
         decode_manifest(encoded, "the manifest")
 

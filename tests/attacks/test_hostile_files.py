@@ -15,7 +15,9 @@ from reshard.api import UnsupportedFormatError
 from support.hostile import (
     DOORS,
     MANIFEST,
+    SAVE_ID,
     SHARD,
+    STEP,
     OpenManifest,
     check_refused,
     load_all,
@@ -139,35 +141,37 @@ def test_planner_data_that_makes_no_sense_is_refused(
     check_refused(lambda: DOORS[door](checkpoint), "planner_data", str(checkpoint))
 
 
-def split_into_parts(checkpoint: Path, *names: str) -> None:
-    content = (checkpoint / MANIFEST).read_bytes()
-    (checkpoint / MANIFEST).unlink()
-    for name in names:
-        (checkpoint / name).write_bytes(content)
+def split_into_parts(checkpoint: Path, count: str, *ranks: int) -> None:
+    """An index of `count` parts, and the parts of some ranks."""
+    index = OpenManifest(checkpoint)
+    for rank in ranks:
+        part = checkpoint / f"{MANIFEST}.{rank}-of-{count}.{SAVE_ID.replace('-', '')[:16]}"
+        part.write_bytes(index.encode())
+    index.notes |= {"parts": count, "requires": "parts"}
+    index.write()
+
+
+def test_parts_that_are_all_there_are_a_checkpoint(checkpoint: Path) -> None:
+    split_into_parts(checkpoint, "1", 0)
+    assert load_all(checkpoint)["step"] == STEP
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_parts_of_which_one_is_missing_are_no_checkpoint(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-3.0", ".metadata.2-of-3.0")
+def test_parts_of_which_one_is_missing_are_refused(door: str, checkpoint: Path) -> None:
+    split_into_parts(checkpoint, "3", 0, 2)
     text = check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-    assert "1 did not finish, rank 1 among them" in text
+    assert "what rank 1 of 3 saved" in text
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "1e9", "1000000000000", ""])
+def test_numbers_of_parts_that_there_cannot_be_are_refused(count: str, checkpoint: Path) -> None:
+    split_into_parts(checkpoint, count)
+    check_refused(lambda: load_all(checkpoint), str(checkpoint))
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_parts_of_two_saves_are_refused(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-1.0", ".metadata.0-of-2.0", ".metadata.1-of-2.0")
-    check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_parts_of_ranks_that_there_cannot_be_are_refused(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.5-of-2.0", ".metadata.6-of-2.0")
-    check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_a_part_of_endless_ranks_costs_nothing(door: str, checkpoint: Path) -> None:
-    split_into_parts(checkpoint, ".metadata.0-of-1000000000000.0")
+def test_endless_parts_cost_nothing(door: str, checkpoint: Path) -> None:
+    split_into_parts(checkpoint, "999999999")
     with memory_limit(256 << 20):
         check_refused(lambda: DOORS[door](checkpoint), str(checkpoint))
 

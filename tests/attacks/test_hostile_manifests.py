@@ -22,7 +22,6 @@ from support.hostile import (
     check_refused,
     load_all,
     memory_limit,
-    signed,
     small_state,
 )
 
@@ -77,8 +76,9 @@ def no_chunks(*extents: int) -> Attack:
     def attack(manifest: OpenManifest) -> None:
         shape_of_weight(*extents)(manifest)
         manifest.set_ints("tensors.chunk_starts", [0] * len(manifest.ints("tensors.chunk_starts")))
-        for name in ("chunks.files", "chunks.begins", "chunks.checksums"):
+        for name in ("chunks.files", "chunks.begins", "chunks.probes"):
             manifest.set_ints(name, [], [0])
+        manifest.set_ints("chunks.digests", [], [0, 16])
         for name in ("chunks.offsets", "chunks.sizes"):
             manifest.set_ints(name, [], [0, 2])
 
@@ -108,7 +108,8 @@ def one_bias_chunk_twice(manifest: OpenManifest) -> None:
         ("chunks.sizes", 2),
         ("chunks.files", 1),
         ("chunks.begins", 1),
-        ("chunks.checksums", 1),
+        ("chunks.probes", 1),
+        ("chunks.digests", 16),
     ):
         numbers = manifest.ints(name)
         at = width * chunk
@@ -125,9 +126,9 @@ def one_bias_chunk_twice(manifest: OpenManifest) -> None:
     shard = bytearray(path.read_bytes())
     shard[begin + 16 : begin + 32] = shard[begin : begin + 16]
     path.write_bytes(shard)
-    digest = signed(xxhash.xxh3_64_intdigest(shard[begin : begin + 16]))
-    manifest.change("chunks.checksums", chunk, digest)
-    manifest.change("chunks.checksums", chunk + 1, digest)
+    digests = manifest.ints("chunks.digests")
+    digests[16 * chunk : 16 * chunk + 32] = xxhash.xxh3_128_digest(shard[begin : begin + 16]) * 2
+    manifest.set_ints("chunks.digests", digests)
 
 
 def same_file_twice(nbytes: int) -> Attack:
@@ -189,8 +190,9 @@ def endless_width(manifest: OpenManifest) -> None:
         manifest.set_ints(name, [], [0, 1 << 62])
     for name in ("tensors.dtypes", "tensors.flags", "tensors.ndims", "tensors.aliases"):
         manifest.set_ints(name, [], [0])
-    for name in ("chunks.files", "chunks.begins", "chunks.checksums"):
+    for name in ("chunks.files", "chunks.begins", "chunks.probes"):
         manifest.set_ints(name, [], [0])
+    manifest.set_ints("chunks.digests", [], [0, 16])
     manifest.set_ints("tensors.chunk_starts", [0])
     manifest.set_texts("tensors.names", [])
 
@@ -294,7 +296,11 @@ ATTACKS: dict[str, Any] = {
     "too many names": lambda m: m.set_texts("tensors.names", [*m.texts("tensors.names"), "more"]),
     "too few value names": texts("values.names", ["step"]),
     "too many files": texts("files.paths", ["__0_0.safetensors", "b"]),
-    "too few checksums": ints("chunks.checksums", [0]),
+    "too few probes": ints("chunks.probes", [0]),
+    "too few digests": lambda m: m.set_ints("chunks.digests", [0] * 16, [1, 16]),
+    "digests of another width": lambda m: m.set_ints(
+        "chunks.digests", m.ints("chunks.digests"), [len(m.ints("chunks.digests")) // 8, 8]
+    ),
     "too few begins": ints("chunks.begins", [4096]),
     "a table of the wrong width": lambda m: m.set_ints(
         "chunks.offsets", m.ints("chunks.offsets"), [1, 4]
@@ -388,7 +394,7 @@ FOR_SOME: dict[str, tuple[Attack, tuple[str, ...]]] = {
             "tensors.chunk_starts",
             "chunks.files",
             "chunks.begins",
-            "chunks.checksums",
+            "chunks.probes",
             "values.files",
             "values.begins",
             "values.nbytes",

@@ -359,18 +359,6 @@ def test_a_writer_that_is_used_again_without_a_reset_gives_its_files_new_names(
         assert which(tmp_path) == seed
 
 
-def test_numbered_parts_of_any_generation_are_replaced(tmp_path: Path) -> None:
-    save(1, tmp_path)
-    (tmp_path / ".metadata").rename(tmp_path / ".metadata.0-of-1.999999999")
-    assert which(tmp_path) == 1
-
-    save(2, tmp_path, use_collectives=False)
-
-    assert which(tmp_path) == 2
-    assert {path.name for path in tmp_path.iterdir()} == in_use(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
-
-
 # A race
 
 

@@ -76,7 +76,7 @@ def make_request(
         begin=begin,
         chunk_shape=tuple(chunk.shape),
         dtype=chunk.dtype,
-        checksum=kw.pop("checksum", xxhash.xxh3_64_intdigest(bytes_of(chunk))),
+        digest=kw.pop("digest", xxhash.xxh3_128_digest(bytes_of(chunk))),
         offsets=tuple(offsets),
         lengths=tuple(target.shape),
         target=target,
@@ -378,15 +378,15 @@ def test_a_chunk_that_fills_a_cast_target_stays_within_the_buffer(
     assert max(taken) <= 4096
 
 
-def test_a_checksum_may_be_given_as_a_signed_number() -> None:
+def test_the_checksum_of_a_value_may_be_given_as_a_signed_number() -> None:
+    store = MemoryStore()
     for seed in range(20):
-        chunk = numbered((3,), torch.int64) + seed
-        digest = xxhash.xxh3_64_intdigest(bytes_of(chunk))
-        signed = digest - (1 << 64) if digest >= 1 << 63 else digest
-        target = torch.zeros(3, dtype=torch.int64)
-        request = make_request(chunk, (0,), target, checksum=signed)
-        readers = {"file": CountingReader(bytes_of(chunk))}
-        read_regions(readers, [request], Verify.CHUNKS, 1, "here")
+        data = b"value %d" % seed
+        store.files["file"] = bytearray(data)
+        checksum = xxhash.xxh3_64_intdigest(data)
+        signed = checksum - (1 << 64) if checksum >= 1 << 63 else checksum
+        reader = store.open_reader("file")
+        assert read_bytes(reader, "k", 0, len(data), signed, Verify.CHUNKS, "here") == data
 
 
 def test_stored_bytes_are_verified_unless_that_is_off() -> None:
@@ -442,7 +442,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_damage_that_names_the_key_
         for i, name in enumerate(("first", "second", "third"))
     ]
     if verify is not Verify.OFF:
-        requests[0].checksum = xxhash.xxh3_64_intdigest((bytes_of(chunk)[:-2] * 2)[:256])
+        requests[0].digest = xxhash.xxh3_128_digest((bytes_of(chunk)[:-2] * 2)[:256])
 
     with (
         limits(_SMALL_BYTES=small_bytes),

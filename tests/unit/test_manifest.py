@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import struct
 import tracemalloc
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 import xxhash
 
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
-from reshard.format.manifest import Manifest, decode_manifest, encode_manifest
+from reshard.format.manifest import decode_manifest, encode_manifest
+from reshard.format.tables import Manifest, Origin
 from reshard.planning.columns import DTYPE_CODES, DTYPES
 
 
@@ -43,7 +45,8 @@ def make(**changes: Any) -> Manifest:
         chunk_sizes=ints([2, 3], [2, 3], [1, 1]),
         chunk_files=ints(0, 1, 0),
         chunk_begins=ints(4096, 4096, 4120),
-        chunk_checksums=ints(-1, 2**63 - 1, -(2**63)),
+        chunk_digests=np.arange(48, dtype=np.uint8).reshape(3, 16),
+        chunk_probes=ints(-1, 2**63 - 1, -(2**63)),
         value_names=["step"],
         value_files=ints(1),
         value_begins=ints(4120),
@@ -64,11 +67,86 @@ def check_same(found: Manifest, expected: Manifest) -> None:
         elif isinstance(other, np.ndarray):
             np.testing.assert_array_equal(one, other, strict=True, err_msg=field.name)
         else:
-            assert list(one) == list(other), field.name
+            assert [*(one or ())] == [*(other or ())], field.name
 
 
 def test_a_manifest_comes_back_as_it_was() -> None:
     check_same(decode_manifest(encode_manifest(make()), "here"), make())
+
+
+def test_columns_that_may_be_absent_come_back_as_they_were() -> None:
+    full = make(
+        chunk_fingerprints=ints([1, -1], [2, -2], [3, -3]),
+        chunk_codecs=ints(0, 1, 2),
+        chunk_stored_nbytes=ints(24, 7, 3),
+        value_codecs=ints(2),
+        codec_names=["zstd", "other"],
+        file_origins=ints(-1, 0),
+        origins=[Origin("../step-1", "an id"), Origin("../../elsewhere/model", "")],
+    )
+    found = decode_manifest(encode_manifest(full), "here")
+    check_same(found, full)
+    assert found.features == ["references", "codecs"]
+    assert found.notes["requires"] == "references codecs"
+    assert found.origin_of(0) is None
+    assert found.origin_of(1) == ("../step-1", "an id")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"file_origins": ints(-1, 1)}, "an origin that it does not list"),
+        ({"file_origins": ints(-2, 0)}, "an origin that it does not list"),
+        ({"file_origins": ints(0)}, "lists of different lengths"),
+        ({"origins": [Origin("../a", ""), Origin("../a", "")]}, "the same origin twice"),
+        *(
+            ({"origins": [Origin(location, "")]}, "not a plain relative path")
+            for location in (
+                "/etc",
+                "a",
+                ".",
+                "..",
+                "../",
+                "../..",
+                "../a/../b",
+                "../a//b",
+                "../a/",
+                "a/../../b",
+                "../a\\b",
+                "../c:",
+                "../\0",
+                "",
+            )
+        ),
+        ({"codec_names": [], "chunk_codecs": ints(0, 1, 0)}, "a codec that it does not list"),
+        ({"chunk_codecs": ints(0, 3, 0)}, "a codec that it does not list"),
+        ({"value_codecs": ints(3)}, "a codec that it does not list"),
+        ({"chunk_stored_nbytes": None}, "encoded chunks without their sizes"),
+        ({"chunk_stored_nbytes": ints(23, 7, 3)}, "a chunk without a codec in another size"),
+        ({"chunk_stored_nbytes": ints(24, 5000, 3)}, "5000 bytes long"),
+        ({"chunk_stored_nbytes": ints(24, -1, 3)}, "-1 bytes long"),
+        ({"chunk_fingerprints": ints([1, 2])}, "lists of different lengths"),
+    ],
+)
+def test_columns_that_contradict_the_others_are_refused(changes: Any, reason: str) -> None:
+    whole = {
+        "chunk_codecs": ints(0, 1, 2),
+        "chunk_stored_nbytes": ints(24, 7, 3),
+        "codec_names": ["zstd", "other"],
+        "file_origins": ints(-1, 0),
+        "origins": [Origin("../step-1", "an id")],
+    }
+    bad = make(**whole | changes)
+    with pytest.raises(CorruptCheckpointError, match=re.escape(reason)):
+        decode_manifest(encode_manifest(bad), "here")
+
+
+def test_two_chunks_may_refer_to_the_same_bytes_of_another_checkpoint_only() -> None:
+    same = {"chunk_files": ints(0, 0, 1), "chunk_begins": ints(4096, 4096, 4200)}
+    with pytest.raises(CorruptCheckpointError, match="gives the same bytes"):
+        decode_manifest(encode_manifest(make(**same)), "here")
+    origin = {"file_origins": ints(0, -1), "origins": [Origin("../step-1", "an id")]}
+    decode_manifest(encode_manifest(make(**same, **origin)), "here")
 
 
 def test_an_empty_manifest_comes_back() -> None:
@@ -81,10 +159,10 @@ def test_an_empty_manifest_comes_back() -> None:
         **{
             field.name: table if field.name in ("shapes", "chunk_offsets", "chunk_sizes") else none
             for field in dataclasses.fields(Manifest)
-            if field.name
-            not in ("files", "tensor_names", "value_names", "chunk_starts", "planner_data", "notes")
+            if field.type == "Ints" and field.name != "chunk_starts"
         },
         chunk_starts=ints(0),
+        chunk_digests=np.zeros((0, 16), dtype=np.uint8),
     )
     check_same(decode_manifest(encode_manifest(empty), "here"), empty)
 
@@ -118,6 +196,7 @@ def test_a_manifest_is_a_safetensors_file_with_aligned_columns() -> None:
         "format": "reshard",
         "version": "1",
         "checksum": "xxh3-64",
+        "digest": "xxh3-128",
     }
     for entry in header.values():
         if entry["dtype"] == "I64":
@@ -197,7 +276,8 @@ def large(chunks: int) -> Manifest:
         chunk_sizes=np.ones((chunks, 1), dtype=np.int64),
         chunk_files=np.zeros(chunks, dtype=np.int64),
         chunk_begins=4096 + 4 * rows,
-        chunk_checksums=rows,
+        chunk_digests=np.zeros((len(rows), 16), dtype=np.uint8),
+        chunk_probes=rows,
         **dict.fromkeys(
             ("value_files", "value_begins", "value_nbytes", "value_checksums", "value_pickled"),
             ints(),

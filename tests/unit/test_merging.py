@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from reshard.api import CorruptCheckpointError
 from reshard.checkpoint.planner_data import merge_planner_data
-from reshard.format.manifest import Manifest
 from reshard.format.merging import merge_manifests
+from reshard.format.tables import Manifest
 from reshard.planning.columns import DTYPE_CODES
 from reshard.tensors.paths import PathMap
 from support.boxes import Box, Tiled, tilings
@@ -60,7 +60,8 @@ def part(rank: int, tensors: Sequence[Held], values: Sequence[str] = ()) -> Mani
         chunk_sizes=column([padded(box.sizes, 1) for box in boxes]).reshape(-1, width),
         chunk_files=np.zeros(len(boxes), dtype=np.int64),
         chunk_begins=begins[:-1],
-        chunk_checksums=column([1000 * rank + row for row in range(len(boxes))]),
+        chunk_digests=np.zeros((len(boxes), 16), dtype=np.uint8),
+        chunk_probes=column([1000 * rank + row for row in range(len(boxes))]),
         value_names=list(values),
         value_files=np.zeros(len(values), dtype=np.int64),
         value_begins=int(begins[-1]) + 10 * np.arange(len(values)),
@@ -76,7 +77,7 @@ def row_box(begin: int, end: int) -> Box:
 
 
 def chunks_of(manifest: Manifest, name: str) -> list[tuple[Any, ...]]:
-    """(offsets, sizes, file, checksum) of a tensor's chunks, in order."""
+    """(offsets, sizes, file, probe) of a tensor's chunks, in order."""
     row = list(manifest.tensor_names).index(name)
     dims = int(manifest.ndims[row])
     return [
@@ -84,7 +85,7 @@ def chunks_of(manifest: Manifest, name: str) -> list[tuple[Any, ...]]:
             tuple(manifest.chunk_offsets[chunk, :dims].tolist()),
             tuple(manifest.chunk_sizes[chunk, :dims].tolist()),
             manifest.files[int(manifest.chunk_files[chunk])],
-            int(manifest.chunk_checksums[chunk]),
+            int(manifest.chunk_probes[chunk]),
         )
         for chunk in range(*manifest.chunk_starts[row : row + 2].tolist())
     ]

@@ -14,7 +14,8 @@ import reshard
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.checkpoint.directory import read_manifest
 from reshard.checkpoint.to_manifest import check_readable
-from reshard.format.manifest import Manifest, decode_manifest, encode_manifest
+from reshard.format.manifest import decode_manifest, encode_manifest
+from reshard.format.tables import Manifest
 from reshard.planning.columns import DTYPE_CODES
 from reshard.stores.local import LocalStore
 from support.manifests import counted_manifests

@@ -16,7 +16,7 @@ from reshard.coordination.meeting import Meeting, call_meeting, check_meeting
 from reshard.default_planner import DefaultSavePlanner
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
-from reshard.operations.save import Save, SaveJob
+from reshard.operations.save import Save, SaveJob, SaveSettings
 from reshard.operations.targets import SaveTarget
 from reshard.operations.user_calls import ask_for_states, refuse_dcp
 from reshard.planner import SavePlanner
@@ -33,7 +33,6 @@ class BackgroundOptions:
     """How a background save is done."""
 
     in_process: bool
-    use_collectives: bool
     stager: AsyncStager | None
     when_busy: WhenBusy
 
@@ -44,13 +43,14 @@ def save_later(
     planner: SavePlanner | None,
     ranks: Ranks,
     options: BackgroundOptions,
+    settings: SaveSettings = SaveSettings(),  # noqa: B008 - frozen
 ) -> BackgroundSave:
     """Copy the state away, and save it while the caller goes on."""
     what = "async save in a process" if options.in_process else "async save"
     # Opened here, not in the thread that saves: all ranks call in the same order, whatever order
     # their saves then run in.
-    channel = ranks.open_channel(target.intent(what, options.use_collectives))
-    save = BackgroundSave(target, planner, channel, options)
+    channel = ranks.open_channel(target.intent(what, settings.use_collectives))
+    save = BackgroundSave(target, planner, channel, options, settings)
     save.start(state_dict)
     return save
 
@@ -68,7 +68,9 @@ class BackgroundSave:
         planner: SavePlanner | None,
         channel: Channel,
         options: BackgroundOptions,
+        settings: SaveSettings,
     ) -> None:
+        self.settings = settings
         self.target = target
         self.planner = planner
         self.channel = channel
@@ -94,7 +96,7 @@ class BackgroundSave:
             # rank may fail in comes before.
             state_dict = ask_for_states(state_dict)
             refuse_dcp(self.target.writer, self.planner)
-            self.target = self.target.absolute()
+            self.target, self.settings = self.target.absolute(), self.settings.absolute()
             self._check_target()
             queue.admit(self.options.when_busy)
             stager = self.options.stager or self._own_stager()
@@ -120,6 +122,8 @@ class BackgroundSave:
         """Raise if the save goes nowhere. A writer is not touched: it may be busy."""
         if self.target.writer is None:
             self.target.choose_writer()
+        else:
+            self.settings.check(self.target.writer)
 
     def _own_stager(self) -> AsyncStager:
         if isinstance(self.target.writer, AsyncStager):
@@ -171,7 +175,7 @@ class BackgroundSave:
                         self._staged_state(),
                         self.target.choose_writer(),
                         self.planner or DefaultSavePlanner(),
-                        self.options.use_collectives,
+                        self.settings,
                     )
                 return Save(job, self.channel).run()
         finally:
@@ -213,7 +217,7 @@ class BackgroundSave:
                 split_composites(dict(staged)),
                 self.target,
                 self.planner,
-                self.options.use_collectives,
+                self.settings,
             )
             request = WorkerRequest(
                 meeting,

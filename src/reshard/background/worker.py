@@ -26,6 +26,7 @@ from reshard.background.queue import save_queue
 from reshard.coordination.meeting import Meeting
 from reshard.engine.process_wide import ProcessWide
 from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.operations.save import SaveSettings
 from reshard.operations.targets import SaveTarget
 from reshard.planner import SavePlanner
 from reshard.snapshots.segments import Segment
@@ -52,7 +53,7 @@ class PackedSave(NamedTuple):
     state_dict: STATE_DICT_TYPE
     target: SaveTarget
     planner: SavePlanner | None
-    use_collectives: bool
+    settings: SaveSettings
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def _save(request: WorkerRequest, memory: torch.Tensor, script: TrainerScript) -
             if save_traits(planner).is_default:
                 planner.remember_in(_plan_caches())  # type: ignore[attr-defined]
             writer = packed.target.choose_writer()
-        job = SaveJob(packed.state_dict, writer, planner, packed.use_collectives)
+        job = SaveJob(packed.state_dict, writer, planner, packed.settings)
         save = Save(job, channel)
         metadata = save.run()
         # The trainer reads it back when it needs it, if it can.

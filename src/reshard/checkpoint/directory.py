@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,19 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from reshard.api import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    UnsupportedFormatError,
 )
 from reshard.checkpoint.planner_data import merge_planner_data
 from reshard.checkpoint.to_manifest import to_manifest
 from reshard.checkpoint.to_metadata import to_metadata
-from reshard.format.manifest import (
-    MANIFEST_LIMIT_BYTES,
-    Manifest,
-    check_manifest,
-    decode_manifest,
-    read_manifest_bytes,
-)
+from reshard.format.checks import check_manifest
+from reshard.format.manifest import MANIFEST_LIMIT_BYTES, decode_manifest, read_manifest_bytes
 from reshard.format.merging import merge_manifests
+from reshard.format.tables import PARTS, Manifest
 from reshard.metadata import Metadata
 from reshard.stores.owners import OWNER, is_alive, owner_tag
 from reshard.stores.protocol import Store
@@ -35,11 +29,9 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = ".metadata"
 _ID = r"[0-9a-f]{16}"
-_SHARD_FILE = re.compile(rf"__\d+_\d+(?:_({_ID}))?\.safetensors")
+_SHARD_FILE = re.compile(rf"__\d+_\d+_({_ID})\.safetensors")
 _PART = re.compile(rf"\.metadata\.\d{{1,9}}-of-\d{{1,9}}\.({_ID})")
 _CLAIM = re.compile(rf"\.metadata\.({_ID})\.({OWNER})\.draft")
-_NUMBERED_PART = re.compile(r"\.metadata\.(\d{1,9})-of-(\d{1,9})\.(\d{1,9})")
-_PARTS = "parts"
 _FORGOTTEN_SECONDS = 24 * 3600.0
 """How long a save on another machine, of which nothing else is known, may be alive."""
 
@@ -73,10 +65,7 @@ def read_manifest(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Mani
     try:
         manifest = read_one_manifest(store, MANIFEST, limit_bytes)
     except FileNotFoundError:
-        parts = _numbered_parts(store)
-        if not parts:
-            raise CheckpointNotFoundError(_describe_absence(store)) from None
-        return _merge([read_one_manifest(store, part, limit_bytes) for part in parts], store)
+        raise CheckpointNotFoundError(_describe_absence(store)) from None
     except NotADirectoryError:
         raise CheckpointNotFoundError(
             f"{store.location} is not a checkpoint, which is a directory. If torch.save made that "
@@ -86,14 +75,14 @@ def read_manifest(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Mani
         raise CheckpointNotFoundError(
             f"the manifest at {store.location} cannot be read: {error}"
         ) from None
-    if _PARTS in manifest.notes:
+    if PARTS in manifest.notes:
         manifest = _merge(_read_parts(store, manifest.notes, limit_bytes), store)
     return manifest
 
 
 def index_of_parts(world_size: int, notes: Mapping[str, str]) -> Manifest:
     """A manifest that holds nothing itself: all is in the parts of the ranks."""
-    return to_manifest(Metadata({}), [], {**notes, "requires": _PARTS, _PARTS: str(world_size)})
+    return to_manifest(Metadata({}), [], {**notes, PARTS: str(world_size)})
 
 
 def check_parts(store: Store, index: Manifest) -> None:
@@ -104,7 +93,7 @@ def check_parts(store: Store, index: Manifest) -> None:
 
 def _read_parts(store: Store, notes: Mapping[str, str], limit_bytes: int) -> list[Manifest]:
     manifests = []
-    count, save_id = notes[_PARTS], notes.get("save_id", "")
+    count, save_id = notes[PARTS], notes.get("save_id", "")
     if not re.fullmatch(r"[1-9]\d{0,8}", count):
         raise CorruptCheckpointError(f"the manifest at {store.location} has {count!r} parts")
     world_size = int(count)
@@ -142,21 +131,12 @@ def read_one_manifest(store: Store, key: str, limit_bytes: int = MANIFEST_LIMIT_
         data = read_manifest_bytes(reader, where, limit_bytes)
     finally:
         reader.close()
-    manifest = decode_manifest(data, where)
-    unknown = set(manifest.notes.get("requires", "").split()) - {_PARTS}
-    if unknown:
-        raise UnsupportedFormatError(
-            f"the checkpoint at {store.location} makes use of {', '.join(sorted(unknown))}, which "
-            "this release does not know. Install a newer release of reshard"
-        )
-    return manifest
+    return decode_manifest(data, where)
 
 
 def has_checkpoint(store: Store) -> bool:
-    """Whether a whole checkpoint is there, in whatever form."""
-    keys = store.list()
-    sets = _numbered_sets(keys)
-    return MANIFEST in keys or any(len(parts) == kind[1] for kind, parts in sets.items())
+    """Whether a whole checkpoint is there."""
+    return MANIFEST in store.list()
 
 
 def _describe_absence(store: Store) -> str:
@@ -173,41 +153,6 @@ def _describe_absence(store: Store) -> str:
         f"there is no checkpoint at {store.location}: it has no {MANIFEST}, only {shown}. If the "
         "checkpoint is one of these, pass its path"
     )
-
-
-# Parts without an index: how saves without collectives used to end
-
-
-def _numbered_sets(keys: Sequence[str]) -> dict[tuple[int, int], dict[int, str]]:
-    """Numbered parts, by generation and number of ranks."""
-    found: dict[tuple[int, int], dict[int, str]] = {}
-    for key in keys:
-        match = _NUMBERED_PART.fullmatch(key)
-        if match and int(match[1]) < int(match[2]):
-            found.setdefault((int(match[3]), int(match[2])), {})[int(match[1])] = key
-    return found
-
-
-def _numbered_parts(store: Store) -> list[str]:
-    """The parts of the newest generation, if all of one are there."""
-    sets = _numbered_sets(store.list())
-    complete = [kind for kind, parts in sets.items() if len(parts) == kind[1]]
-    if complete:
-        newest = max(complete)
-        if sum(generation == newest[0] for generation, _ in complete) > 1:
-            raise CorruptCheckpointError(
-                f"{store.location} holds two checkpoints of one generation that were saved without "
-                "collectives, by different numbers of ranks; delete the parts of one"
-            )
-        return [sets[newest][rank] for rank in range(newest[1])]
-    if sets:
-        (_, world), parts = max(sets.items())
-        missing = next(rank for rank in itertools.count() if rank not in parts)
-        raise CheckpointNotFoundError(
-            f"the checkpoint at {store.location} is not complete: of {world} ranks, "
-            f"{world - len(parts)} did not finish, rank {missing} among them"
-        )
-    return []
 
 
 # Writing
@@ -246,11 +191,9 @@ def remove_debris(store: Store, committed: str | None, save_id: str, used: Colle
     alive.add(_token(save_id))
     unneeded = []
     for key in files:
-        for pattern in (_SHARD_FILE, _PART, _NUMBERED_PART):
-            match = pattern.fullmatch(key)
-            if match and (pattern is _NUMBERED_PART or match[1] not in alive):
-                unneeded.append(key)
-                break
+        match = _SHARD_FILE.fullmatch(key) or _PART.fullmatch(key)
+        if match and match[1] not in alive:
+            unneeded.append(key)
     delete_quietly(store, unneeded)
 
 

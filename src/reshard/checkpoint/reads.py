@@ -23,6 +23,7 @@ from reshard.engine.collector import paused_collection
 from reshard.engine.progress import watched
 from reshard.engine.reading import Request, read_regions
 from reshard.engine.workers import default_threads
+from reshard.format.checksum import split_digests
 from reshard.format.values import MAGIC, decode_value
 from reshard.planner import LoadItemType, LoadPlanner, ReadItem
 from reshard.planning.columns import DTYPES
@@ -186,7 +187,7 @@ class _Collector:
                 begin=int(m.chunk_begins[row]),
                 chunk_shape=chunk,
                 dtype=DTYPES[m.dtypes[m.table.row_of[name]]],
-                checksum=int(m.chunk_checksums[row]),
+                digest=m.chunk_digests[row].tobytes(),
                 offsets=item.storage_offsets,
                 lengths=item.lengths,
                 target=tensor.detach(),
@@ -216,7 +217,7 @@ class _Collector:
             m.dtypes[m.table.owners[chunks]].tolist(),
             m.chunk_files[chunks].tolist(),
             m.chunk_begins[chunks].tolist(),
-            m.chunk_checksums[chunks].tolist(),
+            split_digests(m.chunk_digests[chunks]),
             m.chunk_sizes[chunks].tolist(),
             strict=True,
         )

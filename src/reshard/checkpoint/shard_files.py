@@ -7,7 +7,7 @@ from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.reading import Verify, read_bytes
 from reshard.format.checksum import Hasher
 from reshard.format.container import parse_header
-from reshard.format.manifest import Manifest
+from reshard.format.tables import Manifest
 from reshard.stores.protocol import Reader, Store
 
 _HEADER_PIECE_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.checkpoint.planner_data import unpack_planner_data
-from reshard.format.manifest import Manifest
+from reshard.format.tables import Manifest
 from reshard.metadata import Metadata, MetadataIndex
 from reshard.planning.columns import DTYPES
 from reshard.plans.entries import make_entries

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from reshard.api import PlanError, _note_on_error
@@ -59,14 +58,7 @@ def write_items(
     store, count = save.store, len(contents)
     if any(pickled):
         _warn_of_pickles([c.key for c, p in zip(contents, pickled, strict=True) if p], store)
-    written = WrittenColumns(
-        files=[],
-        file_ids=np.zeros(count, dtype=np.int64),
-        begins=np.zeros(count, dtype=np.int64),
-        nbytes=np.array([content.nbytes for content in contents], dtype=np.int64),
-        checksums=np.zeros(count, dtype=np.int64),
-        pickled=np.array(pickled, dtype=np.int64),
-    )
+    written = WrittenColumns.of([content.nbytes for content in contents], pickled)
     groups = [slice(0, count)] if options.single_file else [slice(i, i + 1) for i in range(count)]
     # At least two threads: while one waits for the disk, the other copies and hashes. But a
     # custom planner need not be thread-safe.
@@ -91,6 +83,7 @@ def write_items(
             written.file_ids[group] = number
             written.begins[group] = file.begins
             written.checksums[group] = file.checksums
+            written.digests[group] = file.digests
     return WriteResults(items, written)
 
 

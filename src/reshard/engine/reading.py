@@ -23,7 +23,7 @@ from reshard.api import CorruptCheckpointError
 from reshard.engine.collector import paused_collection
 from reshard.engine.memory import BounceBuffer, byte_view, is_direct
 from reshard.engine.workers import run_all
-from reshard.format.checksum import Hasher, checksum
+from reshard.format.checksum import Digester, checksum, digest
 from reshard.stores.protocol import CutShortError, Reader
 from reshard.tensors.storages import elements_spanned
 
@@ -63,7 +63,7 @@ class Request(msgspec.Struct, gc=False):
     begin: int
     chunk_shape: tuple[int, ...]
     dtype: torch.dtype
-    checksum: int
+    digest: bytes
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     target: torch.Tensor
@@ -166,16 +166,16 @@ def read_bytes(
         except CutShortError as error:
             raise _too_short(name, where, error) from error
     if verify is not Verify.OFF:
-        _compare(checksum(memoryview(buffer)), expected, name, where)
+        found = checksum(memoryview(buffer)).to_bytes(8, "big")
+        _compare(found, (expected & (1 << 64) - 1).to_bytes(8, "big"), name, where)
     return bytes(buffer)
 
 
-def _compare(found: int, expected: int, name: str, where: str) -> None:
-    expected &= (1 << 64) - 1
+def _compare(found: bytes, expected: bytes, name: str, where: str) -> None:
     if found != expected:
         raise CorruptCheckpointError(
             f"the stored bytes of {name!r} in {where} are damaged: their checksum is "
-            f"{found:016x}, it should be {expected:016x}. Load another checkpoint"
+            f"{found.hex()}, it should be {expected.hex()}. Load another checkpoint"
         )
 
 
@@ -281,8 +281,8 @@ class _Job:
         self._readers[batch[0].file].read_into(begin, views)
         for request in batch:
             if request.whole and self._verify is not Verify.OFF:
-                digest = checksum(byte_view(request.target))
-                _compare(digest, request.checksum, request.name, self._in(request))
+                found = digest(byte_view(request.target))
+                _compare(found, request.digest, request.name, self._in(request))
 
     def _read_one(self, request: Request) -> None:
         if not request.nbytes:
@@ -304,7 +304,7 @@ class _Job:
 
     def _read_verified(self, request: Request) -> None:
         """Fill the target, and hash all of the chunk: what lies before and after it, too."""
-        hasher = Hasher()
+        hasher = Digester()
         filler = self._filler(request)
         span = filler.span()
         if span is None:
@@ -316,7 +316,7 @@ class _Job:
             filler.fill(hasher)
         chunk_bytes = math.prod(request.chunk_shape) * request.dtype.itemsize
         self._hash(request, end, chunk_bytes, hasher)
-        _compare(hasher.intdigest(), request.checksum, request.name, self._in(request))
+        _compare(hasher.digest(), request.digest, request.name, self._in(request))
         self._verified.add((request.file, request.begin))
 
     def _hash(self, request: Request, begin: int, end: int, hasher: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -15,7 +14,15 @@ import torch
 from reshard.engine.collector import paused_collection
 from reshard.engine.memory import BounceBuffer, byte_view, is_direct, pieces
 from reshard.engine.workers import run_all
-from reshard.format.checksum import Hasher, checksum
+from reshard.format.checksum import (
+    DIGEST_BYTES,
+    Digester,
+    Digests,
+    checksum,
+    digest,
+    join_digests,
+    probe,
+)
 from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
 from reshard.planning.columns import Ints
 from reshard.stores.protocol import Store, Writer
@@ -24,9 +31,8 @@ _PIECE_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 8 << 20
 _BATCH_ITEMS = 1000
-
-
-Digests: TypeAlias = npt.NDArray[np.uint64]
+_NO_DIGEST = bytes(DIGEST_BYTES)
+"""Of what is no chunk."""
 
 
 # There are as many as there are tensors, and none is part of a cycle: unknown to the garbage
@@ -50,13 +56,17 @@ class Content(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of the contents: where each begins in the file, and its checksum."""
+    """What became of the contents: where each begins in the file, its probe and its digest.
+
+    A content that is no chunk has its checksum in place of the probe.
+    """
 
     file_bytes: int
     header_bytes: int
     header_checksum: int
     begins: Ints
     checksums: Ints
+    digests: Digests
 
 
 def write_file(
@@ -77,18 +87,25 @@ def write_file(
         header, begins = _lay_out(contents, order, save_id)
     file_bytes = len(header) + sum(content.nbytes for content in contents)
 
-    checksums = np.zeros(len(contents), dtype=np.uint64)
+    checksums, digests = np.zeros(len(contents), dtype=np.uint64), [_NO_DIGEST] * len(contents)
     writer = store.open_writer(key, file_bytes)
     try:
         writer.write(0, [memoryview(header)])
-        job = _Job(writer, contents, begins, checksums, durable, advance)
+        job = _Job(writer, contents, begins, checksums, digests, durable, advance)
         run_all(job.write, _batches(contents, order), threads)
         if durable:
             writer.sync()
     finally:
         writer.close()
-    digest = int(np.uint64(checksum(header)).view(np.int64))
-    return Written(file_bytes, len(header), digest, begins, checksums.view(np.int64))
+    header_checksum = int(np.uint64(checksum(header)).view(np.int64))
+    return Written(
+        file_bytes,
+        len(header),
+        header_checksum,
+        begins,
+        checksums.view(np.int64),
+        join_digests(digests),
+    )
 
 
 def _lay_out(contents: Sequence[Content], order: Sequence[int], save_id: str) -> tuple[bytes, Ints]:
@@ -146,7 +163,8 @@ class _Job:
         writer: Writer,
         contents: Sequence[Content],
         begins: Ints,
-        checksums: Digests,
+        checksums: npt.NDArray[np.uint64],
+        digests: list[bytes],
         durable: bool,
         advance: Callable[[int], None],
     ) -> None:
@@ -155,6 +173,7 @@ class _Job:
         self._contents = contents
         self._begins = begins
         self._checksums = checksums
+        self._digests = digests
         self._durable = durable
         self._local = threading.local()
 
@@ -171,30 +190,37 @@ class _Job:
                     data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 alive.append(data)
                 data = byte_view(data)
+                self._checksums[i], self._digests[i] = probe(data), digest(data)
+            else:
+                self._checksums[i] = checksum(data)
             self._check(i, len(data))
-            self._checksums[i] = checksum(data)
             views.append(data)
         self._writer.write(int(self._begins[batch[0]]), [view for view in views if len(view)])
         self._advance(sum(map(len, views)))
 
     def _write_one(self, i: int) -> None:
         data = self._contents[i].resolve()
-        position = int(self._begins[i])
-        hasher = Hasher()
-        if isinstance(data, torch.Tensor):
-            self._check(i, data.nbytes)
-            parts = pieces(data, _PIECE_BYTES, self._bounce())
-        else:
+        if not isinstance(data, torch.Tensor):
             self._check(i, len(data))
-            parts = iter([data])
-        for part in parts:
-            hasher.update(part)
-            self._writer.write(position, [part])
-            if self._durable:
-                self._writer.start_sync(position, len(part))
+            self._checksums[i] = checksum(data)
+            self._write_piece(int(self._begins[i]), data)
+            return
+        self._check(i, data.nbytes)
+        position = begin = int(self._begins[i])
+        digester = Digester()
+        for part in pieces(data, _PIECE_BYTES, self._bounce()):
+            if position == begin:
+                self._checksums[i] = probe(part)
+            digester.update(part)
+            self._write_piece(position, part)
             position += len(part)
-            self._advance(len(part))
-        self._checksums[i] = hasher.intdigest()
+        self._digests[i] = digester.digest()
+
+    def _write_piece(self, position: int, piece: memoryview) -> None:
+        self._writer.write(position, [piece])
+        if self._durable:
+            self._writer.start_sync(position, len(piece))
+        self._advance(len(piece))
 
     def _bounce(self) -> BounceBuffer:
         bounce: BounceBuffer | None = getattr(self._local, "bounce", None)

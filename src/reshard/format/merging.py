@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from reshard.api import CorruptCheckpointError
-from reshard.format.manifest import Manifest
+from reshard.format.tables import Manifest, Origin
 from reshard.planning.columns import Ints, widen
 from reshard.planning.keys import rank_points
 
@@ -31,7 +32,6 @@ def merge_manifests(parts: Sequence[Manifest], where: str) -> Manifest:
     first = _first_of_each(owners, offsets, sizes, shapes, list(names), where)
     owners, offsets, sizes, rows = owners[first], offsets[first], sizes[first], rows[first]
 
-    first_file = np.cumsum([0, *(len(part.files) for part in parts)])
     value_names: dict[str, int] = {}
     value_ids = np.concatenate([_number(part.value_names, value_names) for part in parts])
     _, first_value = np.unique(value_ids, return_index=True)
@@ -41,21 +41,21 @@ def merge_manifests(parts: Sequence[Manifest], where: str) -> Manifest:
             "on one, another value on another"
         )
 
-    def chunks(attribute: str) -> Ints:
+    def chunks(attribute: str) -> Any:
         return np.asarray(np.concatenate([getattr(part, attribute) for part in parts])[rows])
 
     def values(attribute: str) -> Ints:
         return np.asarray(np.concatenate([getattr(part, attribute) for part in parts])[first_value])
 
-    def files(attribute: str) -> Ints:
-        columns = [getattr(p, attribute) + f for p, f in zip(parts, first_file, strict=False)]
-        return np.asarray(np.concatenate(columns))
+    def renumbered(attribute: str, numbers: Sequence[Ints]) -> Ints:
+        columns = zip(parts, numbers, strict=True)
+        return np.concatenate([own[getattr(part, attribute)] for part, own in columns])
 
+    file_columns, file_numbers = _merge_files(parts, where)
+    codec_names, codecs = _merge_codecs(parts)
+    fingerprinted = all(part.chunk_fingerprints is not None for part in parts)
     return Manifest(
-        files=[path for part in parts for path in part.files],
-        file_sizes=np.concatenate([part.file_sizes for part in parts]),
-        header_sizes=np.concatenate([part.header_sizes for part in parts]),
-        header_checksums=np.concatenate([part.header_checksums for part in parts]),
+        **file_columns,
         tensor_names=list(names),
         dtypes=dtypes,
         flags=flags,
@@ -65,18 +65,77 @@ def merge_manifests(parts: Sequence[Manifest], where: str) -> Manifest:
         chunk_starts=np.searchsorted(owners, np.arange(len(names) + 1)),
         chunk_offsets=offsets,
         chunk_sizes=sizes,
-        chunk_files=files("chunk_files")[rows],
+        chunk_files=renumbered("chunk_files", file_numbers)[rows],
         chunk_begins=chunks("chunk_begins"),
-        chunk_checksums=chunks("chunk_checksums"),
+        chunk_digests=chunks("chunk_digests"),
+        chunk_probes=chunks("chunk_probes"),
+        chunk_fingerprints=chunks("chunk_fingerprints") if fingerprinted else None,
+        chunk_codecs=codecs[0][rows] if codec_names else None,
+        chunk_stored_nbytes=chunks("stored_nbytes") if codec_names else None,
+        codec_names=codec_names,
         value_names=list(value_names),
-        value_files=files("value_files")[first_value],
+        value_files=renumbered("value_files", file_numbers)[first_value],
         value_begins=values("value_begins"),
         value_nbytes=values("value_nbytes"),
         value_checksums=values("value_checksums"),
         value_pickled=values("value_pickled"),
+        value_codecs=codecs[1][first_value] if codec_names else None,
         planner_data=b"",
         notes=parts[0].notes,
     )
+
+
+def _merge_files(parts: Sequence[Manifest], where: str) -> tuple[dict[str, Any], list[Ints]]:
+    """The file columns of all parts, and for each part the new numbers of its files.
+
+    Several parts may refer to one file of another checkpoint.
+    """
+    origins: dict[Origin, int] = {}
+    files: dict[Any, int] = {}
+    rows: list[tuple[str, int, int, int, int]] = []
+    numbers = []
+    for index, part in enumerate(parts):
+        own = []
+        columns = np.column_stack([part.file_sizes, part.header_sizes, part.header_checksums])
+        for file, (path, about) in enumerate(zip(part.files, columns.tolist(), strict=True)):
+            origin = part.origin_of(file)
+            place = -1 if origin is None else origins.setdefault(origin, len(origins))
+            number = files.setdefault((index if origin is None else origin, path), len(files))
+            row = (path, *about, place)
+            if number == len(rows):
+                rows.append(row)
+            elif rows[number] != row:
+                raise CorruptCheckpointError(
+                    f"the ranks that saved {where} without collectives disagree about {path!r} of "
+                    f"the checkpoint that they refer to"
+                )
+            own.append(number)
+        numbers.append(np.array(own, dtype=np.int64))
+    table = np.array([row[1:] for row in rows], dtype=np.int64).reshape(len(rows), 4)
+    columns_of = {
+        "files": [row[0] for row in rows],
+        "file_sizes": table[:, 0],
+        "header_sizes": table[:, 1],
+        "header_checksums": table[:, 2],
+        "file_origins": table[:, 3] if origins else None,
+        "origins": list(origins),
+    }
+    return columns_of, numbers
+
+
+def _merge_codecs(parts: Sequence[Manifest]) -> tuple[list[str], tuple[Ints, Ints]]:
+    """The names of all codecs, and the codecs of all chunks and of all values."""
+    names: dict[str, int] = {}
+    chunks: list[Ints] = []
+    values: list[Ints] = []
+    for part in parts:
+        codes = np.array([0, *(_number(part.codec_names, names) + 1)], dtype=np.int64)
+        for column, count, merged in (
+            (part.chunk_codecs, len(part.chunk_files), chunks),
+            (part.value_codecs, len(part.value_files), values),
+        ):
+            merged.append(np.zeros(count, dtype=np.int64) if column is None else codes[column])
+    return list(names), (np.concatenate(chunks), np.concatenate(values))
 
 
 def _number(own: Sequence[str], names: dict[str, int]) -> Ints:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,9 +17,10 @@ from reshard.default_planner import DefaultSavePlanner
 from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
-from reshard.operations.targets import SaveTarget
+from reshard.operations.targets import Place, SaveTarget
 from reshard.operations.user_calls import (
     ask_for_states,
+    overridden,
     refuse_dcp,
     set_up_save_planner,
     set_up_writer,
@@ -40,13 +43,51 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class SaveSettings:
+    """How to save, as `save` documents it."""
+
+    use_collectives: bool = True
+    base: Place | None = None
+    frozen: Sequence[str] = ()
+    compress: str | None = None
+    fingerprint: bool = False
+    check_replicas: bool = False
+
+    def check(self, writer: StorageWriter) -> None:
+        """Refuse what the storage cannot do."""
+        asked = {"base": self.base, "compress": self.compress, "fingerprint": self.fingerprint}
+        taken = getattr(writer, "call_settings", ())
+        for name, value in asked.items():
+            if value and name not in taken:
+                raise ValueError(
+                    f"{type(writer).__name__} takes no {name}: pass a FileSystemWriter or a "
+                    f"storage that has it in call_settings, or leave {name} out"
+                )
+
+    def apply(self, writer: StorageWriter) -> contextlib.AbstractContextManager[None]:
+        """Set what a call asks of its storage, until the context ends."""
+        return overridden(
+            writer,
+            base=self.base,
+            compress=self.compress,
+            fingerprint=self.fingerprint or None,
+        )
+
+    def absolute(self) -> SaveSettings:
+        """The same for later, or for another process: relative paths are taken from here."""
+        if self.base is None or "://" in str(self.base):
+            return self
+        return dataclasses.replace(self, base=os.path.abspath(self.base))
+
+
+@dataclass(frozen=True)
 class SaveJob:
     """What to save, with what."""
 
     state_dict: STATE_DICT_TYPE
     writer: StorageWriter
     planner: SavePlanner
-    use_collectives: bool = True
+    settings: SaveSettings = SaveSettings()
 
 
 def save_now(
@@ -54,15 +95,16 @@ def save_now(
     target: SaveTarget,
     planner: SavePlanner | None,
     ranks: Ranks,
-    use_collectives: bool,
+    settings: SaveSettings = SaveSettings(),  # noqa: B008 - frozen
 ) -> Metadata:
     """Save while the caller waits."""
-    channel = ranks.open_channel(target.intent("save", use_collectives))
+    channel = ranks.open_channel(target.intent("save", settings.use_collectives))
     with checking_arguments(channel):
         refuse_dcp(target.writer, planner)
         save_queue().wait_for_users(target.writer, planner)
         writer = target.choose_writer()
-    job = SaveJob(state_dict, writer, planner or DefaultSavePlanner(), use_collectives)
+        settings.check(writer)
+    job = SaveJob(state_dict, writer, planner or DefaultSavePlanner(), settings)
     with channel:
         # Before anybody is asked for a state, which may communicate with ranks that failed here.
         channel.do_together("open", lambda: save_queue().settle_before_save(target.place))
@@ -90,8 +132,9 @@ class Save:
     def run(self) -> Metadata:
         """Save, or leave nothing behind."""
         try:
-            with self._quiet:
-                return self._save_together() if self.job.use_collectives else self._save_alone()
+            with self.job.settings.apply(self.writer), self._quiet:
+                together = self.job.settings.use_collectives
+                return self._save_together() if together else self._save_alone()
         except BaseException:
             self._discard()
             raise
@@ -126,7 +169,7 @@ class Save:
         named = name_rank_values(self._states, channel.rank, channel.world_size)
         with paused_collection():
             set_up_save_planner(self.planner, named, self.writer, channel)
-        set_up_writer(self.writer, channel, self.job.use_collectives)
+        set_up_writer(self.writer, channel, self.job.settings.use_collectives)
         # From here on nobody is asked for a state, which may take memory and make cycles.
         self._quiet.enter_context(paused_in_front())
 

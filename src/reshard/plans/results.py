@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.api import CheckpointException
+from reshard.format.checksum import DIGEST_BYTES, Digests, join_digests
 from reshard.planner import SavePlan, WriteItem
 from reshard.planning.columns import ChunkTable, Ints, Schema
 from reshard.plans.lazy_list import LazyList
@@ -17,24 +18,86 @@ from reshard.storage import StorageInfo, WriteResult
 
 
 class WrittenFile(NamedTuple):
-    """A shard file: its path, its size, and the size and checksum of its header."""
+    """A shard file: its path, its size, and the size and checksum of its header.
+
+    `location` and `save_id` say which checkpoint the file is of, if not of this one.
+    """
 
     path: str
     nbytes: int
     header_nbytes: int
     header_checksum: int
+    location: str = ""
+    save_id: str = ""
+
+
+_FILE, _BEGIN, _NBYTES, _STORED, _CODEC, _PICKLED, _CHECKSUM, _FINGERPRINT = range(8)
+_COLUMNS = 9
 
 
 @dataclass
 class WrittenColumns:
-    """Where the items of one rank's plan were written, in the order of the plan."""
+    """Where the items of one rank's plan were written, in the order of the plan.
+
+    Each has a row in `numbers`, and in `digests` if it is a chunk; the properties name the columns.
+    `codecs` are the names of codecs, counted from 1.
+    """
 
     files: list[WrittenFile]
-    file_ids: Ints
-    begins: Ints
-    nbytes: Ints
-    checksums: Ints
-    pickled: Ints
+    numbers: Ints
+    digests: Digests
+    codecs: list[str]
+    has_fingerprints: bool = False
+
+    @classmethod
+    def of(cls, nbytes: Sequence[int], pickled: Sequence[bool]) -> WrittenColumns:
+        """Columns for items of known sizes, of which nothing else is known yet."""
+        columns = cls(
+            files=[],
+            numbers=np.zeros((len(nbytes), _COLUMNS), dtype=np.int64),
+            digests=np.zeros((len(nbytes), DIGEST_BYTES), dtype=np.uint8),
+            codecs=[],
+        )
+        columns.nbytes[:] = columns.stored_nbytes[:] = nbytes
+        columns.pickled[:] = pickled
+        return columns
+
+    @property
+    def file_ids(self) -> Ints:
+        return self.numbers[:, _FILE]
+
+    @property
+    def begins(self) -> Ints:
+        return self.numbers[:, _BEGIN]
+
+    @property
+    def nbytes(self) -> Ints:
+        """The size of the content."""
+        return self.numbers[:, _NBYTES]
+
+    @property
+    def stored_nbytes(self) -> Ints:
+        """How many bytes that takes in the file."""
+        return self.numbers[:, _STORED]
+
+    @property
+    def codec_ids(self) -> Ints:
+        """The codec that the content went through; 0 for none."""
+        return self.numbers[:, _CODEC]
+
+    @property
+    def pickled(self) -> Ints:
+        return self.numbers[:, _PICKLED]
+
+    @property
+    def checksums(self) -> Ints:
+        """Of a value, the checksum of what is stored; of a chunk, that of its first bytes."""
+        return self.numbers[:, _CHECKSUM]
+
+    @property
+    def fingerprints(self) -> Ints:
+        """What each chunk adds to the fingerprint of its tensor; two numbers."""
+        return self.numbers[:, _FINGERPRINT:]
 
 
 @dataclass(frozen=True)
@@ -42,8 +105,10 @@ class StoredResult(WriteResult):
     """What became of one item, with all that the manifest says of it."""
 
     file: WrittenFile
-    checksum: int
-    pickled: int
+    numbers: tuple[int, ...]
+    digest: bytes
+    codec: str
+    has_fingerprint: bool
 
 
 class WriteResults(LazyList[WriteResult]):
@@ -59,18 +124,19 @@ class WriteResults(LazyList[WriteResult]):
 
     def _make_one(self, position: int) -> WriteResult:
         written = self.written
-        nbytes = int(written.nbytes[position])
-        file = written.files[int(written.file_ids[position])]
-        info = StorageInfo(file.path, int(written.begins[position]), nbytes)
+        numbers = written.numbers[position].tolist()
+        file, codec = written.files[numbers[_FILE]], numbers[_CODEC]
         items = self.items
         item = items.look_at(position) if isinstance(items, LazyList) else items[position]
         return StoredResult(
             item.index,
-            nbytes,
-            info,
+            numbers[_NBYTES],
+            StorageInfo(file.path, numbers[_BEGIN], numbers[_STORED]),
             file,
-            int(written.checksums[position]),
-            int(written.pickled[position]),
+            tuple(numbers),
+            written.digests[position].tobytes(),
+            written.codecs[codec - 1] if codec else "",
+            written.has_fingerprints,
         )
 
 
@@ -91,12 +157,21 @@ def written_columns(results: Sequence[WriteResult]) -> WrittenColumns:
             "write_data must hand on what the base class returned"
         )
     files = list(dict.fromkeys(result.file for result in stored))
-    number = {file: position for position, file in enumerate(files)}
-    columns = [
-        (number[r.file], r.storage_data.offset, r.storage_data.length, r.checksum, r.pickled)
-        for r in stored
-    ]
-    return WrittenColumns(files, *np.array(columns, dtype=np.int64).reshape(len(stored), 5).T)
+    codecs = list(dict.fromkeys(result.codec for result in stored if result.codec))
+    numbers = np.array([r.numbers for r in stored], dtype=np.int64).reshape(-1, _COLUMNS)
+    # A subclass may have moved what it wrote.
+    number_of = {file: number for number, file in enumerate(files)}
+    numbers[:, _FILE] = [number_of[r.file] for r in stored]
+    numbers[:, _BEGIN] = [r.storage_data.offset for r in stored]
+    numbers[:, _STORED] = [r.storage_data.length for r in stored]
+    numbers[:, _CODEC] = [codecs.index(r.codec) + 1 if r.codec else 0 for r in stored]
+    return WrittenColumns(
+        files,
+        numbers,
+        join_digests(r.digest for r in stored),
+        codecs,
+        has_fingerprints=all(r.has_fingerprint for r in stored),
+    )
 
 
 class ResultRows:

@@ -18,6 +18,7 @@ import numpy as np
 
 from reshard.api import CheckpointException
 from reshard.coordination.exchange import Exchange
+from reshard.format.checksum import join_digests
 from reshard.metadata import Metadata
 from reshard.planner import LoadPlan, SavePlan, WriteItem
 from reshard.planning.columns import Bools
@@ -189,28 +190,20 @@ def _decode_data(data: Sequence[Any], shared: dict[bytes, Any]) -> Any:
 def encode_results(results: Sequence[WriteResult], as_answered: bool) -> bytes:
     """What became of a plan. With `as_answered`, its items are those that were sent back."""
     if not isinstance(results, WriteResults) or not results.untouched:
-        return msgspec.msgpack.encode((None, pickle.dumps(list(results)), 0, None))
+        return msgspec.msgpack.encode((None, pickle.dumps(list(results)), 0, None, None))
     written = results.written
-    numbers = np.stack(
-        (
-            written.file_ids,
-            written.begins,
-            written.nbytes,
-            written.checksums,
-            written.pickled,
-        ),
-        axis=1,
-    )
     items = None
     if not as_answered:
         columns = write_columns(results.items)
         items = pack_schema(columns.schema), pack_regions(columns)
-    return msgspec.msgpack.encode((written.files, pack_array(numbers), len(numbers), items))
+    numbers = written.numbers
+    about = written.codecs, written.has_fingerprints, written.digests.tobytes()
+    return msgspec.msgpack.encode((written.files, pack_array(numbers), len(numbers), items, about))
 
 
 def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResult]:
     """The results of a rank whose final plan had `items`."""
-    files, numbers, count, own_items = msgspec.msgpack.decode(encoded)
+    files, numbers, count, own_items, about = msgspec.msgpack.decode(encoded)
     if files is None:
         results: list[WriteResult] = pickle.loads(numbers)
         return results
@@ -222,11 +215,15 @@ def decode_results(encoded: bytes, items: Sequence[WriteItem]) -> list[WriteResu
             f"a rank wrote {count} items, but its plan has {len(items)}: a planner or storage of "
             "its own changed the plan without saying so"
         )
-    table = unpack_array(numbers, count)
-    file_ids, begins, nbytes, checksums, pickled = table.T
-    written = [WrittenFile(*file) for file in files]
-    where = WrittenColumns(written, file_ids, begins, nbytes, checksums, pickled)
-    return WriteResults(items, where)  # type: ignore[return-value]
+    codecs, has_fingerprints, digests = about
+    written = WrittenColumns(
+        [WrittenFile(*file) for file in files],
+        unpack_array(numbers, count),
+        join_digests([digests]),
+        codecs,
+        has_fingerprints,
+    )
+    return WriteResults(items, written)  # type: ignore[return-value]
 
 
 # The exchanges of a save and a load
