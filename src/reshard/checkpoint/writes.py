@@ -133,7 +133,9 @@ class _Collector:
         chunk, dtype = data.chunk, data.properties.dtype
         key = _region_key(item.index.fqn, data.size, chunk.offsets, chunk.sizes)
         nbytes = math.prod(chunk.sizes) * dtype.itemsize
-        self._append(key, dtype, chunk.sizes, nbytes, partial(_resolve, self._planner, item))
+        source = partial(_resolve, self._planner, item)
+        place = item.index.fqn, chunk.offsets, data.size
+        self._append(key, dtype, chunk.sizes, nbytes, source, *place)
 
     def add_rows(self, items: WriteItems, state_dict: Mapping[str, Any]) -> None:
         """The same for many items at once, most of which are a whole local tensor."""
@@ -145,7 +147,8 @@ class _Collector:
                 continue
             check_allocated(name, local)
             key = _region_key(name, shape, offsets, here)
-            self._append(key, dtype, here, math.prod(here) * dtype.itemsize, local)
+            nbytes = math.prod(here) * dtype.itemsize
+            self._append(key, dtype, here, nbytes, local, name, offsets, shape)
 
     def _append(
         self,
@@ -154,12 +157,17 @@ class _Collector:
         shape: Sequence[int],
         nbytes: int,
         source: torch.Tensor | memoryview | Callable[[], torch.Tensor | memoryview],
+        name: str = "",
+        offsets: Sequence[int] | None = None,
+        tensor_shape: Sequence[int] | None = None,
     ) -> None:
         # The manifest does not rely on keys, so any that is not taken will do.
         while key in self._keys:
             key += "#"
         self._keys.add(key)
-        self.contents.append(Content(key, dtype, shape, nbytes, source))
+        self.contents.append(
+            Content(key, dtype, shape, nbytes, source, name, offsets, tensor_shape)
+        )
         self.pickled.append(False)
 
 

@@ -40,7 +40,9 @@ _NO_DIGEST = bytes(DIGEST_BYTES)
 class Content(msgspec.Struct, gc=False):
     """One thing to write: its key in the file, its form, and its data or how to get it.
 
-    A `source` that is a function is called once, when its turn comes, since it may allocate.
+    A `source` that is a function is called once, when its turn comes, since it may allocate. A
+    chunk lies at `offsets` of the tensor `name`, which has `tensor_shape`; of other contents these
+    are None.
     """
 
     key: str
@@ -48,6 +50,9 @@ class Content(msgspec.Struct, gc=False):
     shape: Sequence[int]
     nbytes: int
     source: torch.Tensor | memoryview | Callable[[], torch.Tensor | memoryview]
+    name: str = ""
+    offsets: Sequence[int] | None = None
+    tensor_shape: Sequence[int] | None = None
 
     def resolve(self) -> torch.Tensor | memoryview:
         source = self.source
