@@ -15,6 +15,8 @@
     ├── CheckpointNotFoundError    (FileNotFoundError) nothing is committed at that place
     ├── CheckpointExistsError      (RuntimeError)  something is, and may not be overwritten
     ├── CommitConflictError        (RuntimeError)  another save was committed there meanwhile
+    ├── BaseError                  (ValueError)    a base that a save cannot refer to
+    ├── CheckpointInUseError       (RuntimeError)  other checkpoints refer to this one
     ├── RankLostError              (RuntimeError)  a rank died or did not answer in time
     ├── WorkerLostError            (RuntimeError)  the process that saves for a rank died
     └── BusyError                  (RuntimeError)  more saves in flight than there may be
@@ -36,9 +38,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 __all__ = [
+    "BaseError",
     "BusyError",
     "CheckpointException",
     "CheckpointExistsError",
+    "CheckpointInUseError",
     "CheckpointNotFoundError",
     "CommitConflictError",
     "CorruptCheckpointError",
@@ -167,6 +171,14 @@ class CheckpointExistsError(CheckpointException, RuntimeError):
 
 class CommitConflictError(CheckpointException, RuntimeError):
     """Another save was committed at the same place since this one began."""
+
+
+class BaseError(CheckpointException, ValueError):
+    """The base of a save cannot be referred to."""
+
+
+class CheckpointInUseError(CheckpointException, RuntimeError):
+    """Other checkpoints refer to this one, so that it cannot be deleted."""
 
 
 class RankLostError(CheckpointException, RuntimeError):

@@ -9,7 +9,7 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch.futures import Future
 
 from reshard.api import CheckpointException
+from reshard.checkpoint.bases import Base, base_location, open_base
 from reshard.checkpoint.directory import (
-    check_parts,
     index_of_parts,
+    own_files,
     part_name,
     read_manifest,
 )
@@ -88,17 +89,19 @@ class FileSystemWriter(StorageWriter):
         self._save: OpenSave | None = None
         self._id_is_used = False
         self.base: str | os.PathLike[str] | None = None
+        self.unchanged: Collection[str] = ()
+        self._base: Base | None = None
         self.compress: str | None = None
         self.fingerprint = False
         self._stager = BlockingAsyncStager(cache_staged_state_dict)
 
     _synchronize_after_execute = False
-    call_settings = ("base", "compress", "fingerprint")
+    call_settings = ("base", "unchanged", "compress", "fingerprint")
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process stages nothing, and has begun nothing.
         stager = BlockingAsyncStager(self.cache_staged_state_dict)
-        return vars(self) | {"_stager": stager, "_save": None}
+        return vars(self) | {"_stager": stager, "_save": None, "_base": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -119,14 +122,14 @@ class FileSystemWriter(StorageWriter):
 
     def _renew(self) -> None:
         self.save_id = str(uuid.uuid4())
-        self._save, self._id_is_used = None, False
+        self._save, self._base, self._id_is_used = None, None, False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.is_coordinator = is_coordinator
         self.rank = kwargs.get("rank") or 0
         self.world_size = kwargs.get("world_size") or 1
         self.use_collectives = kwargs.get("use_collectives", True)
-        self._save = None
+        self._save = self._base = None
         if self._id_is_used:
             # The writer was used before, and not reset since.
             self._renew()
@@ -136,9 +139,20 @@ class FileSystemWriter(StorageWriter):
 
         For the coordinator. Nothing that is there is touched.
         """
-        self._open_save().begin(self.overwrite)
+        base = self._open_base()
+        self._open_save().begin(self.overwrite, base.locations if base else ())
+        if base is not None:
+            # After the claim: whoever deletes the base from now on sees it.
+            base.check_unchanged()
         self._id_is_used = True
         return self.save_id
+
+    def _open_base(self) -> Base | None:
+        """What chunks may be referred to, opened once for a save."""
+        if self.base is not None and self._base is None:
+            store = self._open_save().store
+            self._base = open_base(store, base_location(store, self.base))
+        return self._base
 
     def _open_save(self) -> OpenSave:
         if self._save is None:
@@ -183,6 +197,7 @@ class FileSystemWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         save = self._open_save()
+        self._open_base()
         save.store.create()
         save.check_may_write(self.overwrite)
         if not self.use_collectives:
@@ -209,9 +224,14 @@ class FileSystemWriter(StorageWriter):
         rank, save_id, first = ticket.groups() if ticket else (str(self.rank), self.save_id, "0")
         self.save_id, self._id_is_used = save_id, True
         options = WriteOptions(
-            self.single_file_per_rank, self.sync_files, self.thread_count, self.is_coordinator
+            self.single_file_per_rank,
+            self.sync_files,
+            self.thread_count,
+            self.is_coordinator,
+            self.unchanged,
         )
-        return write_items(plan.items, planner, self._open_save(), rank, int(first), options)
+        save, base = self._open_save(), self._open_base()
+        return write_items(plan.items, planner, save, rank, int(first), options, base)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self.use_collectives:
@@ -221,13 +241,14 @@ class FileSystemWriter(StorageWriter):
         with paused_collection():
             manifest = to_manifest(metadata, results, self._notes(ranks))
         check_readable(manifest, f"the manifest of {save.store.location}")
-        sizes = manifest.file_sizes.tolist()
-        save.check_visible(dict(zip(manifest.files, sizes, strict=True)), self.rank)
+        own = own_files(manifest)
+        save.check_visible(own, self.rank)
+        save.check_referred(manifest)
         if self.sync_files:
             save.sync()
         encoded = encode_manifest(manifest)
         if self.use_collectives:
-            save.commit(encoded, set(manifest.files))
+            save.commit(encoded, own)
         else:
             part = part_name(self.rank, self.world_size, self.save_id)
             save.put(part, encoded, self.sync_files)
@@ -242,9 +263,7 @@ class FileSystemWriter(StorageWriter):
         save = self._open_save()
         parts = [part_name(rank, self.world_size, self.save_id) for rank in range(self.world_size)]
         save.check_visible(dict.fromkeys(parts), self.rank)
-        index = index_of_parts(self.world_size, self._notes(self.world_size))
-        # Ranks that did not plan together may contradict each other.
-        check_parts(save.store, index)
+        index = index_of_parts(save.store, self.world_size, self._notes(self.world_size))
         save.commit(encode_manifest(index), ())
 
     def discard_save(self) -> None:

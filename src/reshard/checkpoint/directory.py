@@ -28,10 +28,13 @@ from reshard.stores.protocol import Store
 logger = logging.getLogger(__name__)
 
 MANIFEST = ".metadata"
+REFERS_TO = "refers to "
+"""Begins the lines of a claim that name what the save may refer to."""
 _ID = r"[0-9a-f]{16}"
 _SHARD_FILE = re.compile(rf"__\d+_\d+_({_ID})\.safetensors")
 _PART = re.compile(rf"\.metadata\.\d{{1,9}}-of-\d{{1,9}}\.({_ID})")
 _CLAIM = re.compile(rf"\.metadata\.({_ID})\.({OWNER})\.draft")
+_DELETION = re.compile(rf"\.metadata\.({OWNER})\.deleting")
 _FORGOTTEN_SECONDS = 24 * 3600.0
 """How long a save on another machine, of which nothing else is known, may be alive."""
 
@@ -50,6 +53,15 @@ def shard_name(rank: int | str, number: int, save_id: str) -> str:
 
 def part_name(rank: int, world_size: int, save_id: str) -> str:
     return f"{MANIFEST}.{rank}-of-{world_size}.{_token(save_id)}"
+
+
+def is_shard_name(key: str) -> bool:
+    return _SHARD_FILE.fullmatch(key) is not None
+
+
+def deletion_name() -> str:
+    """The file that says that this process is deleting the checkpoint."""
+    return f"{MANIFEST}.{owner_tag()}.deleting"
 
 
 def claim_name(save_id: str) -> str:
@@ -80,15 +92,28 @@ def read_manifest(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Mani
     return manifest
 
 
-def index_of_parts(world_size: int, notes: Mapping[str, str]) -> Manifest:
-    """A manifest that holds nothing itself: all is in the parts of the ranks."""
-    return to_manifest(Metadata({}), [], {**notes, PARTS: str(world_size)})
+def index_of_parts(store: Store, world_size: int, notes: Mapping[str, str]) -> Manifest:
+    """A manifest that holds nothing itself: all is in the parts of the ranks.
 
-
-def check_parts(store: Store, index: Manifest) -> None:
-    """Raise what a reader of the parts would: for a save, before it commits their index."""
+    Raises what a reader of the parts would: ranks that did not plan together may contradict each
+    other.
+    """
+    index = to_manifest(Metadata({}), [], {**notes, PARTS: str(world_size)})
     merged = _merge(_read_parts(store, index.notes, MANIFEST_LIMIT_BYTES), store)
     to_metadata(merged, store.location)
+    # So that one look tells what a checkpoint refers to.
+    return dataclasses.replace(index, origins=merged.origins)
+
+
+def own_files(manifest: Manifest) -> dict[str, int]:
+    """The files that lie in the checkpoint itself, with their sizes."""
+    return {
+        path: size
+        for file, (path, size) in enumerate(
+            zip(manifest.files, manifest.file_sizes.tolist(), strict=True)
+        )
+        if manifest.origin_of(file) is None
+    }
 
 
 def _read_parts(store: Store, notes: Mapping[str, str], limit_bytes: int) -> list[Manifest]:
@@ -132,6 +157,12 @@ def read_one_manifest(store: Store, key: str, limit_bytes: int = MANIFEST_LIMIT_
     finally:
         reader.close()
     return decode_manifest(data, where)
+
+
+def is_being_deleted(store: Store) -> bool:
+    """Whether a process that may be alive is deleting the checkpoint."""
+    found = (_DELETION.fullmatch(key) for key in store.list())
+    return any(match and is_alive(match[1]) is not False for match in found)
 
 
 def has_checkpoint(store: Store) -> bool:

@@ -9,7 +9,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from reshard.api import (
     CheckpointException,
@@ -20,6 +20,7 @@ from reshard.api import (
 )
 from reshard.checkpoint.directory import (
     MANIFEST,
+    REFERS_TO,
     claim_name,
     delete_quietly,
     has_checkpoint,
@@ -27,6 +28,9 @@ from reshard.checkpoint.directory import (
     read_one_manifest,
     remove_debris,
 )
+from reshard.checkpoint.shard_files import ShardFiles
+from reshard.engine.reading import Verify
+from reshard.format.tables import Manifest
 from reshard.stores.protocol import Store, VersionConflict
 
 _UNSEEN_SECONDS = 10.0
@@ -46,10 +50,11 @@ class OpenSave:
         self._claim: str | None = None
         self._replaces: str | None = None
 
-    def begin(self, overwrite: bool) -> None:
+    def begin(self, overwrite: bool, refers_to: Sequence[str] = ()) -> None:
         """Claim the place, once, before any file of the save is written.
 
-        Nothing that is there is touched.
+        Nothing that is there is touched. Whoever deletes a checkpoint looks for claims that refer
+        to it.
         """
         if self._claim is not None:
             return
@@ -58,8 +63,9 @@ class OpenSave:
         self.check_may_write(overwrite)
         self._claim = claim_name(self.save_id)
         # For a person who looks; not needed after a crash of the machine.
-        who = f"{socket.gethostname()}, process {os.getpid()}, is saving here\n"
-        put_new(self.store, self._claim, who.encode(), durable=False)
+        who = f"{socket.gethostname()}, process {os.getpid()}, is saving here"
+        lines = [who, *(f"{REFERS_TO}{location}" for location in refers_to), ""]
+        put_new(self.store, self._claim, "\n".join(lines).encode(), durable=False)
 
     def check_may_write(self, overwrite: bool) -> None:
         if not overwrite and has_checkpoint(self.store):
@@ -71,6 +77,16 @@ class OpenSave:
         """Write a small new file."""
         self.written.append(key)
         put_new(self.store, key, data, durable)
+
+    def check_referred(self, manifest: Manifest) -> None:
+        """Check that all files of other checkpoints are still there, before the commit."""
+        files = ShardFiles(self.store, manifest, Verify.OFF)
+        try:
+            for file in range(len(manifest.files)):
+                if manifest.origin_of(file) is not None:
+                    files.open(file)
+        finally:
+            files.close()
 
     def check_visible(self, files: Mapping[str, int | None], rank: int) -> None:
         """Check that all files are there, with the bytes that were written.

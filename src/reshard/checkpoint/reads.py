@@ -193,6 +193,7 @@ class _Collector:
                 target=tensor.detach(),
                 into=item.dest_index.fqn,
                 done=None if self._in_place else partial(_commit, self._planner, item, tensor),
+                suspect=self._files.is_suspect(int(m.chunk_files[row])),
             )
         )
 
@@ -221,7 +222,7 @@ class _Collector:
             m.chunk_sizes[chunks].tolist(),
             strict=True,
         )
-        paths: dict[int, str] = {}
+        paths: dict[int, tuple[str, bool]] = {}
         for (
             i,
             row,
@@ -243,12 +244,13 @@ class _Collector:
                 continue
             check_allocated(names[dest], target)
             if file not in paths:
-                paths[file] = self._files.open(file)
+                paths[file] = self._files.open(file), self._files.is_suspect(file)
+            path, is_suspect = paths[file]
             shape = tuple(sizes[:dims])
             self.requests.append(
                 Request(
                     names[stored],
-                    paths[file],
+                    path,
                     begin,
                     here if shape == here else shape,
                     DTYPES[code],
@@ -257,6 +259,8 @@ class _Collector:
                     here,
                     target,
                     names[dest],
+                    None,
+                    is_suspect,
                 )
             )
 

@@ -7,7 +7,7 @@ from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.reading import Verify, read_bytes
 from reshard.format.checksum import Hasher
 from reshard.format.container import parse_header
-from reshard.format.tables import Manifest
+from reshard.format.tables import Manifest, Origin
 from reshard.stores.protocol import Reader, Store
 
 _HEADER_PIECE_BYTES = 1 << 20
@@ -23,41 +23,73 @@ class ShardFiles:
         self.manifest = manifest
         self.verify = verify
         self.readers: dict[str, Reader] = {}
-        self._sizes: dict[str, int] = {}
+        self._ids: dict[str, int] = {}
         self._files = OpenFiles(self._open, most_open_files())
 
     def open(self, file_id: int) -> str:
         """Make sure, once, that a file is the one that was written; from then on it can be read."""
         path = self.manifest.files[file_id]
-        if path not in self.readers:
-            self._sizes[path] = int(self.manifest.file_sizes[file_id])
-            reader = self._files.reader(path)
-            self._check_header(file_id, path, reader)
-            self.readers[path] = reader
-        return path
+        origin = self.manifest.origin_of(file_id)
+        key = path if origin is None else f"{origin.location}/{path}"
+        if key not in self.readers:
+            self._ids[key] = file_id
+            reader = self._files.reader(key)
+            self._check_header(file_id, reader)
+            self.readers[key] = reader
+        return key
 
-    def _open(self, path: str) -> Reader:
-        where = self.store.location
+    def is_suspect(self, file_id: int) -> bool:
+        """Whether only the bytes themselves tell if a file is the one that was referred to."""
+        origin = self.manifest.origin_of(file_id)
+        return origin is not None and not origin.save_id
+
+    def _open(self, key: str) -> Reader:
+        file_id = self._ids[key]
+        path, origin = self.manifest.files[file_id], self.manifest.origin_of(file_id)
+        where, store = self.store.location, self.store
+        if origin is not None:
+            store = store.at(origin.location)
+            self._check_origin(origin, store)
         try:
-            reader = self.store.open_reader(path)
-        except FileNotFoundError as error:
+            reader = store.open_reader(path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if origin is None:
+                raise CorruptCheckpointError(
+                    f"the checkpoint at {where} lacks its file {path!r}. If it was overwritten "
+                    "meanwhile, load it again"
+                ) from error
             raise CorruptCheckpointError(
-                f"the checkpoint at {where} lacks its file {path!r}. If it was overwritten "
-                "meanwhile, load it again"
+                f"the checkpoint at {where} refers to {path!r} of {store.location}, which is not "
+                "there: it was deleted or moved. Put it back, or load another checkpoint"
             ) from error
         except OSError as error:
             raise CorruptCheckpointError(
-                f"the file {path!r} of the checkpoint at {where} cannot be opened: {error}"
+                f"the file {self._name(file_id)} cannot be opened: {error}"
             ) from error
-        found, expected = reader.nbytes, self._sizes[path]
+        found, expected = reader.nbytes, int(self.manifest.file_sizes[file_id])
         if found != expected:
             reader.close()
             raise CorruptCheckpointError(
-                f"{path!r} of the checkpoint at {where} has {found} bytes; {expected} were written"
+                f"{self._name(file_id)} has {found} bytes; {expected} were written"
+                + (". It was replaced since" if origin else "")
             )
         return reader
 
-    def _check_header(self, file_id: int, path: str, reader: Reader) -> None:
+    def _check_origin(self, origin: Origin, store: Store) -> None:
+        if self.store.relative(store.location) == ".":
+            raise CorruptCheckpointError(
+                f"the checkpoint at {self.store.location} refers to itself as {origin.location!r}"
+            )
+
+    def _name(self, file_id: int) -> str:
+        """A file, for people."""
+        path, origin = self.manifest.files[file_id], self.manifest.origin_of(file_id)
+        if origin is None:
+            return f"{path!r} of the checkpoint at {self.store.location}"
+        there = self.store.at(origin.location).location
+        return f"{path!r} of {there}, which the checkpoint at {self.store.location} refers to,"
+
+    def _check_header(self, file_id: int, reader: Reader) -> None:
         """Compare the header with its checksum, whatever is verified of the data.
 
         It tells the file of this save from one of another save that has the same layout.
@@ -72,8 +104,9 @@ class ShardFiles:
         expected = int(self.manifest.header_checksums[file_id]) & (1 << 64) - 1
         if found == expected:
             return
-        where = f"{path!r} of the checkpoint at {self.store.location}"
-        ours, theirs = self.manifest.notes.get("save_id"), self._save_id_in(reader, nbytes)
+        where, origin = self._name(file_id), self.manifest.origin_of(file_id)
+        ours = self.manifest.notes.get("save_id") if origin is None else origin.save_id
+        theirs = self._save_id_in(reader, nbytes)
         if ours and theirs and ours != theirs:
             raise CorruptCheckpointError(
                 f"{where} belongs to another save (id {theirs} instead of {ours}): it was copied "
@@ -81,8 +114,8 @@ class ShardFiles:
                 "checkpoint"
             )
         raise CorruptCheckpointError(
-            f"the header of {where} is damaged: its checksum is {found:016x}, it should be "
-            f"{expected:016x}. Load another checkpoint"
+            f"the header of {where} is damaged{' or was replaced' if origin else ''}: its checksum "
+            f"is {found:016x}, it should be {expected:016x}. Load another checkpoint"
         )
 
     def _save_id_in(self, reader: Reader, nbytes: int) -> str | None:
@@ -100,7 +133,7 @@ class ShardFiles:
     def read_value(self, name: str, row: int) -> bytes:
         """A stored value, whose file was opened."""
         m = self.manifest
-        path = m.files[int(m.value_files[row])]
+        path = self.open(int(m.value_files[row]))
         return read_bytes(
             self.readers[path],
             name,

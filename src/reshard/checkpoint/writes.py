@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from reshard.api import PlanError, _note_on_error
+from reshard.checkpoint.bases import Base
 from reshard.checkpoint.directory import shard_name
 from reshard.checkpoint.open_save import OpenSave
+from reshard.checkpoint.references import References
 from reshard.engine.collector import paused_collection
 from reshard.engine.progress import watched
 from reshard.engine.workers import default_threads
@@ -42,6 +44,8 @@ class WriteOptions:
     durable: bool
     thread_count: int
     shows_progress: bool
+    unchanged: Collection[str] = ()
+    """Tensors that are known to be as they were in the base."""
 
 
 def write_items(
@@ -51,27 +55,37 @@ def write_items(
     rank: int | str,
     first: int,
     options: WriteOptions,
+    base: Base | None = None,
 ) -> WriteResults:
-    """Write the items of a plan into shard files, numbered from `first` on."""
+    """Write the items of a plan into shard files, numbered from `first` on.
+
+    Chunks that the base holds are referred to instead.
+    """
     keeps_values = save_traits(planner).keeps_values
-    contents, pickled = _collect(items, planner, keeps_values)
-    store, count = save.store, len(contents)
+    contents, pickled = _collect(items, planner, keeps_values, options.unchanged)
+    store = save.store
     if any(pickled):
         _warn_of_pickles([c.key for c, p in zip(contents, pickled, strict=True) if p], store)
     written = WrittenColumns.of([content.nbytes for content in contents], pickled)
-    groups = [slice(0, count)] if options.single_file else [slice(i, i + 1) for i in range(count)]
     # At least two threads: while one waits for the disk, the other copies and hashes. But a
     # custom planner need not be thread-safe.
     threads = options.thread_count or (max(2, default_threads()) if keeps_values else 1)
-    total_bytes = int(written.nbytes.sum())
+    rows = list(range(len(contents)))
+    if base is not None:
+        references = References(base, options.unchanged)
+        references.find(contents, threads)
+        references.record(written)
+        rows = [row for row in rows if row not in references]
+    groups = [rows] if options.single_file else [[row] for row in rows]
+    total_bytes = int(written.nbytes[rows].sum())
     with watched(f"saving {store.location}", total_bytes, options.shows_progress) as progress:
-        for number, group in enumerate(groups if contents else []):
+        for number, group in enumerate(groups if rows else []):
             key = shard_name(rank, first + number, save.save_id)
             save.written.append(key)
             try:
                 file = write_file(
-                    store, key, contents[group], threads, options.durable, progress.advance,
-                    save.save_id,
+                    store, key, [contents[row] for row in group], threads, options.durable,
+                    progress.advance, save.save_id,
                 )  # fmt: skip
             except FileNotFoundError as error:
                 if store.list():
@@ -80,7 +94,7 @@ def write_items(
             written.files.append(
                 WrittenFile(key, file.file_bytes, file.header_bytes, file.header_checksum)
             )
-            written.file_ids[group] = number
+            written.file_ids[group] = len(written.files) - 1
             written.begins[group] = file.begins
             written.checksums[group] = file.checksums
             written.digests[group] = file.digests
@@ -98,11 +112,11 @@ def _warn_of_pickles(keys: Sequence[str], store: Store) -> None:
 
 
 def _collect(
-    items: Sequence[WriteItem], planner: Any, keeps_values: bool
+    items: Sequence[WriteItem], planner: Any, keeps_values: bool, unchanged: Collection[str]
 ) -> tuple[list[Content], list[bool]]:
     """What to write for each item, and whether it is a pickle."""
     with paused_collection():
-        found = _Collector(planner)
+        found = _Collector(planner, unchanged)
         columns = untouched_items(items)
         if columns is not None and keeps_values:
             found.add_rows(columns, planner.state_dict)
@@ -115,7 +129,8 @@ def _collect(
 class _Collector:
     """Collects contents, and whether each is a pickle."""
 
-    def __init__(self, planner: SavePlanner) -> None:
+    def __init__(self, planner: SavePlanner, unchanged: Collection[str]) -> None:
+        self._unchanged = unchanged
         self.contents: list[Content] = []
         self.pickled: list[bool] = []
         self._planner = planner
@@ -145,7 +160,8 @@ class _Collector:
             if local is None or local.dtype is not dtype:
                 self.add(items.look_at(position))
                 continue
-            check_allocated(name, local)
+            if name not in self._unchanged:
+                check_allocated(name, local)
             key = _region_key(name, shape, offsets, here)
             nbytes = math.prod(here) * dtype.itemsize
             self._append(key, dtype, here, nbytes, local, name, offsets, shape)

@@ -22,6 +22,7 @@ from torch.autograd.graph import increment_version
 from reshard.api import CorruptCheckpointError
 from reshard.engine.collector import paused_collection
 from reshard.engine.memory import BounceBuffer, byte_view, is_direct
+from reshard.engine.runs import is_one_run, ravel
 from reshard.engine.workers import run_all
 from reshard.format.checksum import Digester, checksum, digest
 from reshard.stores.protocol import CutShortError, Reader
@@ -55,7 +56,8 @@ class Request(msgspec.Struct, gc=False):
     """One region of one stored chunk, and the tensor to fill with it.
 
     The chunk begins at byte `begin` of the file; `offsets` count from its start. `into` is the
-    name of what the target is a part of.
+    name of what the target is a part of. If `suspect`, the chunk is verified whatever is asked for:
+    nothing else tells whether it is the right one.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Request(msgspec.Struct, gc=False):
     target: torch.Tensor
     into: str
     done: Callable[[], None] | None = None
+    suspect: bool = False
     whole: bool = False
     nbytes: int = 0
 
@@ -109,7 +112,7 @@ def _tasks(
     apart, shared = _split_by_sharing(requests)
     for request in apart:
         # Of many that are wanted in part, each has to be looked at by itself to be verified.
-        is_part = verify is Verify.FULL and not request.whole
+        is_part = (verify is Verify.FULL or request.suspect) and not request.whole
         small = 0 < request.nbytes <= _SMALL_BYTES
         if small and not is_part and _lands_directly(request):
             direct.append(request)
@@ -186,40 +189,18 @@ def _too_short(name: str, where: str, error: CutShortError) -> CorruptCheckpoint
     )
 
 
-def _last_partial(shape: Sequence[int], lengths: Sequence[int]) -> int:
-    """The last dimension of which only a part is wanted, or 0 if there is none."""
-    for dim in range(len(shape) - 1, 0, -1):
-        if lengths[dim] != shape[dim]:
-            return dim
-    return 0
-
-
-def _is_one_run(shape: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether the region is contiguous in the stored chunk."""
-    if shape == lengths:
-        return True
-    return all(length == 1 for length in lengths[: _last_partial(shape, lengths)])
-
-
 def _lands_directly(request: Request) -> bool:
     return (
         request.target.dtype is request.dtype
         and is_direct(request.target)
-        and _is_one_run(request.chunk_shape, request.lengths)
+        and is_one_run(request.chunk_shape, request.lengths)
     )
 
 
 def _position(request: Request) -> int:
     if request.whole:
         return request.begin
-    return request.begin + _ravel(request.chunk_shape, request.offsets) * request.dtype.itemsize
-
-
-def _ravel(shape: Sequence[int], offsets: Sequence[int]) -> int:
-    position = 0
-    for extent, offset in zip(shape, offsets, strict=True):
-        position = position * extent + offset
-    return position
+    return request.begin + ravel(request.chunk_shape, request.offsets) * request.dtype.itemsize
 
 
 def _batches(requests: list[Request]) -> list[list[Request]]:
@@ -280,7 +261,7 @@ class _Job:
             end = position + request.nbytes
         self._readers[batch[0].file].read_into(begin, views)
         for request in batch:
-            if request.whole and self._verify is not Verify.OFF:
+            if request.whole and (self._verify is not Verify.OFF or request.suspect):
                 found = digest(byte_view(request.target))
                 _compare(found, request.digest, request.name, self._in(request))
 
@@ -297,10 +278,11 @@ class _Job:
         return _Filler(self._readers[request.file], request, self._bounce())
 
     def _is_to_be_verified(self, request: Request) -> bool:
-        if request.whole or self._verify is Verify.OFF:
-            return self._verify is not Verify.OFF
+        if request.whole:
+            return self._verify is not Verify.OFF or request.suspect
         # Several parts of one chunk may be wanted, one by one.
-        return self._verify is Verify.FULL and (request.file, request.begin) not in self._verified
+        is_known = (request.file, request.begin) in self._verified
+        return (self._verify is Verify.FULL or request.suspect) and not is_known
 
     def _read_verified(self, request: Request) -> None:
         """Fill the target, and hash all of the chunk: what lies before and after it, too."""
@@ -362,8 +344,8 @@ class _Filler:
     def span(self) -> tuple[int, int] | None:
         """From where to where the chunk is read, if that is done without leaving anything out."""
         offsets, lengths = tuple(self._request.offsets), tuple(self._request.lengths)
-        if _is_one_run(self._shape, lengths):
-            begin = _ravel(self._shape, offsets) * self._itemsize
+        if is_one_run(self._shape, lengths):
+            begin = ravel(self._shape, offsets) * self._itemsize
             return begin, begin + self._request.nbytes
         dim, row_bytes = self._rows(lengths)
         if not self._reads_rows(row_bytes, dim, lengths):
@@ -374,7 +356,7 @@ class _Filler:
     def _fill(
         self, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor
     ) -> None:
-        if _is_one_run(self._shape, lengths):
+        if is_one_run(self._shape, lengths):
             self._fill_run(offsets, lengths, target)
             return
         dim, row_bytes = self._rows(lengths)
@@ -395,7 +377,7 @@ class _Filler:
 
     def _first_row(self, dim: int, offsets: tuple[int, ...]) -> int:
         first = (*offsets[: dim + 1], *(0,) * (len(self._shape) - dim - 1))
-        return _ravel(self._shape, first) * self._itemsize
+        return ravel(self._shape, first) * self._itemsize
 
     def _split(
         self,
@@ -417,7 +399,7 @@ class _Filler:
         self, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor
     ) -> None:
         """A region that is contiguous in the file."""
-        begin = self._request.begin + _ravel(self._shape, offsets) * self._itemsize
+        begin = self._request.begin + ravel(self._shape, offsets) * self._itemsize
         nbytes = math.prod(lengths) * self._itemsize
         if target.dtype is self._request.dtype and is_direct(target):
             view = byte_view(target)
@@ -463,7 +445,7 @@ class _Filler:
             and wanted_bytes >= _SCATTERED_BYTES
             and target.dtype is self._request.dtype
             and is_direct(target)
-            and _is_one_run(self._shape[dim + 1 :], lengths[dim + 1 :])
+            and is_one_run(self._shape[dim + 1 :], lengths[dim + 1 :])
         )
 
     def _scatter_rows(
@@ -481,7 +463,7 @@ class _Filler:
         is written to memory.
         """
         wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
-        lead = _ravel(self._shape[dim + 1 :], offsets[dim + 1 :]) * self._itemsize
+        lead = ravel(self._shape[dim + 1 :], offsets[dim + 1 :]) * self._itemsize
         gap_bytes = row_bytes - wanted_bytes
         gap = byte_view(self._bounce.take(gap_bytes))
         view = byte_view(target)

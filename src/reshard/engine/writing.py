@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from reshard.format.checksum import (
     digest,
     join_digests,
     probe,
+    signed,
 )
 from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
 from reshard.planning.columns import Ints
@@ -57,6 +59,30 @@ class Content(msgspec.Struct, gc=False):
     def resolve(self) -> torch.Tensor | memoryview:
         source = self.source
         return source if isinstance(source, torch.Tensor | memoryview) else source()
+
+
+class Hashed(NamedTuple):
+    """What stands for a content: for its first bytes, and for all of it."""
+
+    probe: int
+    digest: bytes | None
+
+
+def hash_content(content: Content, expected_probe: int | None, bounce: BounceBuffer) -> Hashed:
+    """Hash a chunk that may not have to be written; no further than its first bytes if they differ
+    from what is expected.
+    """
+    data = content.resolve()
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"{content.key!r} is not a tensor")
+    digester, found = Digester(), None
+    for piece in pieces(data, _PIECE_BYTES, bounce):
+        if found is None:
+            found = signed(probe(piece))
+            if expected_probe is not None and found != expected_probe:
+                return Hashed(found, None)
+        digester.update(piece)
+    return Hashed(signed(probe(b"")) if found is None else found, digester.digest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +128,10 @@ def write_file(
             writer.sync()
     finally:
         writer.close()
-    header_checksum = int(np.uint64(checksum(header)).view(np.int64))
     return Written(
         file_bytes,
         len(header),
-        header_checksum,
+        signed(checksum(header)),
         begins,
         checksums.view(np.int64),
         join_digests(digests),

@@ -39,6 +39,11 @@ def probe(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data[:PROBE_BYTES])
 
 
+def signed(number: int) -> int:
+    """An unsigned checksum as columns keep it."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
 def join_digests(digests: Iterable[bytes]) -> Digests:
     return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 

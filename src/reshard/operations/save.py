@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from reshard.api import PlanError, StalePlanError
@@ -52,6 +52,8 @@ class SaveSettings:
     compress: str | None = None
     fingerprint: bool = False
     check_replicas: bool = False
+    unchanged: Collection[str] = ()
+    """Tensors that the state dict holds no data of, because they are as they were in the base."""
 
     def check(self, writer: StorageWriter) -> None:
         """Refuse what the storage cannot do."""
@@ -69,6 +71,7 @@ class SaveSettings:
         return overridden(
             writer,
             base=self.base,
+            unchanged=self.unchanged,
             compress=self.compress,
             fingerprint=self.fingerprint or None,
         )

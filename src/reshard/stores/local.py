@@ -170,6 +170,35 @@ class LocalStore:
             return False
         return True
 
+    def remove(self) -> None:
+        try:
+            self._system.rmdir(self.location)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            self._sync_directory(os.path.dirname(os.path.abspath(self.location)))
+
+    def relative(self, place: str | os.PathLike[str]) -> str:
+        own, other = os.path.realpath(self.location), os.path.realpath(place)
+        if own == other:
+            return "."
+        if os.path.commonpath([own, other]) == own:
+            raise ValueError(f"{other} lies within {own}")
+        # Named by its parent if this place lies within it, so that a location ends with a name.
+        parent, name = os.path.split(other)
+        return f"{os.path.relpath(parent, own)}/{name}"
+
+    def at(self, location: str) -> LocalStore:
+        return LocalStore(os.path.realpath(f"{self.location}/{location}"), self._system)
+
+    def neighbours(self) -> Sequence[str]:
+        parent = os.path.dirname(os.path.realpath(self.location))
+        with self._system.scandir(parent) as entries:
+            return sorted(f"../{entry.name}" for entry in entries if entry.is_dir())
+
     def _sync_directory(self, path: str) -> None:
         descriptor = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from reshard.stores.protocol import CutShortError, VersionConflict
 class MemoryStore:
     """A dict of files. Everything is durable as soon as it is written."""
 
-    location = "memory"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = "memory", root: dict[str, MemoryStore] | None = None) -> None:
+        self.location = name
+        self._root: dict[str, MemoryStore] = {} if root is None else root
+        self._root[name] = self
         self.files: dict[str, bytearray] = {}
         self._times: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -61,6 +63,20 @@ class MemoryStore:
 
     def delete(self, key: str) -> bool:
         return self.files.pop(key, None) is not None
+
+    def remove(self) -> None:
+        """Nothing to do: a place without files is as good as none."""
+
+    def relative(self, place: str | os.PathLike[str]) -> str:
+        name = os.fspath(place)
+        return "." if name == self.location else f"../{name}"
+
+    def at(self, location: str) -> MemoryStore:
+        name = location.removeprefix("../")
+        return self._root.get(name) or MemoryStore(name, self._root)
+
+    def neighbours(self) -> Sequence[str]:
+        return sorted(f"../{name}" for name in self._root)
 
 
 def _version(content: bytes | bytearray) -> str:

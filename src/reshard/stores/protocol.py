@@ -8,6 +8,7 @@ there before, and a commit replaces only the version that it expects.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -93,3 +94,18 @@ class Store(Protocol):
 
     def delete(self, key: str) -> bool:
         """Remove a file; whether it was there."""
+
+    def remove(self) -> None:
+        """Remove the place itself, if it is empty."""
+
+    def relative(self, place: str | os.PathLike[str]) -> str:
+        """Another place as seen from this one: `../name`, or more parts; `.` for this one.
+
+        Raises `ValueError` for a place within this one.
+        """
+
+    def at(self, location: str) -> Store:
+        """The place that `relative` gave a location for."""
+
+    def neighbours(self) -> Sequence[str]:
+        """The locations of all places beside this one, this one included."""

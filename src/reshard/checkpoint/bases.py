@@ -1,0 +1,299 @@
+"""What a save can refer to: the chunks of another checkpoint, or of plain safetensors files.
+
+A base proposes, for a chunk that is to be written, stored bytes that may be the same. Whether they
+are is decided by digests; `references` does that.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from reshard.api import BaseError, CheckpointException
+from reshard.checkpoint.directory import MANIFEST, is_being_deleted, is_shard_name, read_manifest
+from reshard.engine.open_files import OpenFiles, most_open_files
+from reshard.engine.process_wide import ProcessWide
+from reshard.engine.runs import is_one_run, ravel
+from reshard.engine.writing import Content, Hashed
+from reshard.format.checksum import PROBE_BYTES, Digester, checksum, probe, signed
+from reshard.format.container import SAFETENSORS_DTYPES, Entry, parse_header
+from reshard.format.container import header_nbytes as length_of_header
+from reshard.format.tables import Manifest, Origin
+from reshard.planning.columns import DTYPES
+from reshard.plans.results import WrittenFile
+from reshard.stores.protocol import Reader, Store
+
+_SUFFIX = ".safetensors"
+_PIECE_BYTES = 4 << 20
+_MOST_HEADER_BYTES = 100 << 20
+_WRAPPERS = frozenset({"base_layer", "_orig_mod", "module", "_fsdp_wrapped_module"})
+"""Parts of names that wrappers of modules add."""
+
+
+class Candidate(NamedTuple):
+    """Stored bytes that may be those of a chunk. `hashed` is None if that has to be found out."""
+
+    file: WrittenFile
+    begin: int
+    stored_nbytes: int
+    codec: str
+    hashed: Hashed | None
+    fingerprint: tuple[int, ...] | None = None
+
+
+class Base(Protocol):
+    """What a save may refer to, opened."""
+
+    @property
+    def locations(self) -> Sequence[str]:
+        """All places that references may lead to, relative to the new checkpoint."""
+
+    def find(self, content: Content) -> Candidate | None:
+        """Stored bytes of the same tensor and region, if there are any."""
+
+    def hash(self, candidate: Candidate, expected_probe: int | None) -> Hashed:
+        """The probe and digest of stored bytes; no digest if another probe is expected."""
+
+    def check_unchanged(self) -> None:
+        """Raise if the base was replaced, or is being deleted."""
+
+
+def base_location(store: Store, base: str | os.PathLike[str]) -> str:
+    """Where the base lies, as seen from the new checkpoint in `store`."""
+    try:
+        location = store.relative(base)
+    except ValueError as error:
+        raise BaseError(
+            f"the base cannot lie within the checkpoint that refers to it: {error}"
+        ) from error
+    if location == ".":
+        raise BaseError(
+            f"a checkpoint cannot be its own base: {os.fspath(base)!r} is where the save goes. "
+            "Pass another checkpoint as the base, or save to another place"
+        )
+    return location
+
+
+def open_base(store: Store, location: str) -> Base:
+    """Open the base at `location`, for a save to `store`."""
+    there = store.at(location)
+    keys = there.list()
+    plain = [key for key in keys if key.endswith(_SUFFIX) and not is_shard_name(key)]
+    try:
+        if MANIFEST not in keys and plain:
+            return PlainFiles(there, location, plain)
+        return StoredCheckpoint(store, there, location)
+    except CheckpointException as error:
+        # The class says what is wrong with it.
+        raise type(error)(f"the base cannot be used: {error}") from error
+
+
+class StoredCheckpoint:
+    """Another checkpoint. References lead to where the bytes are, which may be a third one."""
+
+    def __init__(self, store: Store, there: Store, location: str) -> None:
+        self._there = there
+        self._version = there.version(MANIFEST)
+        self._manifest = manifest = read_manifest(there)
+        own = Origin(location, manifest.notes.get("save_id", ""))
+        origins = [_seen_from(store, there, location, origin) for origin in manifest.origins]
+        self._files = [
+            _written_file(manifest, file, own, origins) for file in range(len(manifest.files))
+        ]
+        self.locations = [location, *(origin.location for origin in origins if origin is not None)]
+
+    def find(self, content: Content) -> Candidate | None:
+        m, table = self._manifest, self._manifest.table
+        tensor = table.row_of.get(content.name)
+        if tensor is None or content.offsets is None or content.tensor_shape is None:
+            return None
+        tensor = int(table.sources[tensor])
+        is_same = DTYPES[int(table.dtypes[tensor])] is content.dtype and table.shape_of(
+            tensor
+        ) == tuple(content.tensor_shape)
+        if not is_same:
+            return None
+        offsets, sizes = table.of(tensor)
+        dims = int(table.ndims[tensor])
+        same = (offsets[:, :dims] == tuple(content.offsets)).all(axis=1)
+        same &= (sizes[:, :dims] == tuple(content.shape)).all(axis=1)
+        if not same.any():
+            return None
+        row = int(table.starts[tensor]) + int(same.argmax())
+        file = self._files[int(m.chunk_files[row])]
+        codec = 0 if m.chunk_codecs is None else int(m.chunk_codecs[row])
+        parts = m.chunk_fingerprints
+        return None if file is None else Candidate(
+            file,
+            int(m.chunk_begins[row]),
+            int(m.stored_nbytes[row]) if codec else content.nbytes,
+            m.codec_names[codec - 1] if codec else "",
+            Hashed(int(m.chunk_probes[row]), m.chunk_digests[row].tobytes()),
+            None if parts is None else tuple(parts[row].tolist()),
+        )  # fmt: skip
+
+    def hash(self, candidate: Candidate, expected_probe: int | None) -> Hashed:
+        if candidate.hashed is None:
+            raise ValueError("the candidate is of another base")
+        return candidate.hashed
+
+    def check_unchanged(self) -> None:
+        where = self._there.location
+        if is_being_deleted(self._there):
+            raise BaseError(
+                f"the base at {where} is being deleted. Save without it, or with another"
+            )
+        if self._there.version(MANIFEST) != self._version:
+            raise BaseError(
+                f"the base at {where} was replaced or deleted while this save began. Save again"
+            )
+
+
+def _seen_from(store: Store, there: Store, location: str, origin: Origin) -> Origin | None:
+    """An origin of the base, relative to the new checkpoint; None if that is where it lies."""
+    place = store.relative(there.at(origin.location).location)
+    return None if place == "." else Origin(place, origin.save_id)
+
+
+def _written_file(
+    m: Manifest, file: int, own: Origin, origins: Sequence[Origin | None]
+) -> WrittenFile | None:
+    origin: Origin | None = own
+    if m.file_origins is not None and m.file_origins[file] >= 0:
+        origin = origins[int(m.file_origins[file])]
+    if origin is None:
+        # A file in the place of the new checkpoint, which may replace it.
+        return None
+    return WrittenFile(
+        m.files[file],
+        int(m.file_sizes[file]),
+        int(m.header_sizes[file]),
+        int(m.header_checksums[file]),
+        *origin,
+    )
+
+
+class PlainFiles:
+    """A directory of safetensors files that no save made, such as one of Hugging Face.
+
+    A tensor is found by its name or, since trainers put other prefixes before them, by the longest
+    common end of the names. Any region that is contiguous in the file can be referred to.
+    """
+
+    def __init__(self, there: Store, location: str, paths: Sequence[str]) -> None:
+        self._there = there
+        self._sources: dict[str, Any] = {}
+        self._tensors: dict[str, tuple[WrittenFile, Entry]] = {}
+        self._by_end: dict[tuple[str, ...], list[str]] = {}
+        for path in sorted(paths):
+            self._add(path, location)
+        self._opened = OpenFiles(there.open_reader, most_open_files())
+        self.locations = [location]
+
+    def _add(self, path: str, location: str) -> None:
+        where = f"{path!r} of {self._there.location}"
+        reader = self._there.open_reader(path)
+        try:
+            length = length_of_header(_read(reader, 0, min(8, reader.nbytes)), reader.nbytes, where)
+            if length > _MOST_HEADER_BYTES:
+                raise BaseError(f"the header of {where} has {length} bytes, too many to be one")
+            head = _read(reader, 0, length)
+            entries, _, _ = parse_header(head, reader.nbytes, where)
+            file = WrittenFile(
+                path, reader.nbytes, length, signed(checksum(memoryview(head))), location
+            )
+        finally:
+            reader.close()
+        for name, entry in entries.items():
+            if name in self._tensors:
+                raise BaseError(
+                    f"{where} has {name!r}, and so has {self._tensors[name][0].path!r}: leave one "
+                    "of the files out of the directory"
+                )
+            self._tensors[name] = (file, entry)
+            parts = _core(name)
+            for begin in range(len(parts)):
+                self._by_end.setdefault(parts[begin:], []).append(name)
+
+    def find(self, content: Content) -> Candidate | None:
+        if content.offsets is None or content.tensor_shape is None:
+            return None
+        shape = tuple(content.tensor_shape)
+        found = self._tensor(content.name, shape, SAFETENSORS_DTYPES.get(content.dtype))
+        if found is None or not is_one_run(shape, tuple(content.shape)):
+            return None
+        file, entry = found
+        begin = file.header_nbytes + entry.begin
+        begin += ravel(shape, content.offsets) * content.dtype.itemsize
+        return Candidate(file, begin, content.nbytes, "", None)
+
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], dtype: str | None
+    ) -> tuple[WrittenFile, Entry] | None:
+        parts = _core(name)
+        ends = (self._by_end.get(parts[begin:], ()) for begin in range(len(parts)))
+        for names in ([name] if name in self._tensors else [], *ends):
+            for candidate in names:
+                file, entry = self._tensors[candidate]
+                nbytes = math.prod(shape) * _ITEMSIZES.get(entry.dtype, -1)
+                if (entry.dtype, tuple(entry.shape)) == (dtype, shape) and (
+                    nbytes == entry.end - entry.begin
+                ):
+                    return file, entry
+            if names:
+                # A shorter end matches more names, and none better.
+                return None
+        return None
+
+    def hash(self, candidate: Candidate, expected_probe: int | None) -> Hashed:
+        file, begin, nbytes = candidate.file, candidate.begin, candidate.stored_nbytes
+        place = (
+            self._there.location,
+            file,
+            self._there.modified(file.path),
+            begin,
+            nbytes,
+        )
+        known = _hashes()
+        found = known.get(place)
+        if found is None or (found.digest is None and expected_probe in (None, found.probe)):
+            with self._opened.lend(file.path) as reader:
+                found = _hash_range(reader, begin, nbytes, expected_probe)
+            known[place] = found
+        return found
+
+    def check_unchanged(self) -> None:
+        """Nothing tells; whoever reads it verifies every chunk."""
+
+
+_ITEMSIZES = {name: dtype.itemsize for dtype, name in SAFETENSORS_DTYPES.items()}
+
+_hashes: ProcessWide[dict[Any, Hashed]] = ProcessWide(dict, dict.clear)
+"""What was found out about plain files, which have no digests of their own."""
+
+
+def _hash_range(reader: Reader, begin: int, nbytes: int, expected_probe: int | None) -> Hashed:
+    first = _read(reader, begin, min(PROBE_BYTES, nbytes))
+    found_probe = signed(probe(memoryview(first)))
+    if expected_probe not in (None, found_probe):
+        return Hashed(found_probe, None)
+    digester, end = Digester(), begin + nbytes
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, nbytes)))
+    for position in range(begin, end, _PIECE_BYTES):
+        piece = buffer[: min(_PIECE_BYTES, end - position)]
+        reader.read_into(position, [piece])
+        digester.update(piece)
+    return Hashed(found_probe, digester.digest())
+
+
+def _read(reader: Reader, begin: int, nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    reader.read_into(begin, [memoryview(data)] if nbytes else [])
+    return data
+
+
+def _core(name: str) -> tuple[str, ...]:
+    """The parts of a name, without those that wrappers add."""
+    return tuple(part for part in name.split(".") if part not in _WRAPPERS)
