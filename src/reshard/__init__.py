@@ -1,6 +1,7 @@
 """Distributed checkpoints for PyTorch: save on any mesh, load on any other."""
 
 from reshard.api import CheckpointException
+from reshard.checkpoints import delete, materialise
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.filesystem import FileSystemReader, FileSystemWriter
 from reshard.metadata import (
@@ -44,9 +45,11 @@ __all__ = [
     "WriteItem",
     "async_save",
     "close",
+    "delete",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
+    "materialise",
     "patch",
     "per_rank",
     "prewarm",

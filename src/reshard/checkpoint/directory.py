@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from reshard.api import (
     CheckpointNotFoundError,
@@ -18,7 +18,12 @@ from reshard.checkpoint.planner_data import merge_planner_data
 from reshard.checkpoint.to_manifest import to_manifest
 from reshard.checkpoint.to_metadata import to_metadata
 from reshard.format.checks import check_manifest
-from reshard.format.manifest import MANIFEST_LIMIT_BYTES, decode_manifest, read_manifest_bytes
+from reshard.format.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    decode_manifest,
+    read_manifest_bytes,
+    read_requirements,
+)
 from reshard.format.merging import merge_manifests
 from reshard.format.tables import PARTS, Manifest
 from reshard.metadata import Metadata
@@ -31,32 +36,30 @@ MANIFEST = ".metadata"
 REFERS_TO = "refers to "
 """Begins the lines of a claim that name what the save may refer to."""
 _ID = r"[0-9a-f]{16}"
-_SHARD_FILE = re.compile(rf"__\d+_\d+_({_ID})\.safetensors")
-_PART = re.compile(rf"\.metadata\.\d{{1,9}}-of-\d{{1,9}}\.({_ID})")
-_CLAIM = re.compile(rf"\.metadata\.({_ID})\.({OWNER})\.draft")
+SHARD_FILE = re.compile(rf"__\d+_\d+_({_ID})\.safetensors")
+PART = re.compile(rf"\.metadata\.\d{{1,9}}-of-\d{{1,9}}\.({_ID})")
+CLAIM = re.compile(rf"\.metadata\.({_ID})\.({OWNER})\.draft")
 _DELETION = re.compile(rf"\.metadata\.({OWNER})\.deleting")
-_FORGOTTEN_SECONDS = 24 * 3600.0
-"""How long a save on another machine, of which nothing else is known, may be alive."""
 
 
 # Names
 
 
-def _token(save_id: str) -> str:
+def token_of(save_id: str) -> str:
     """The part of a save's id that is in the names of its files."""
     return save_id.replace("-", "")[:16]
 
 
 def shard_name(rank: int | str, number: int, save_id: str) -> str:
-    return f"__{rank}_{number}_{_token(save_id)}.safetensors"
+    return f"__{rank}_{number}_{token_of(save_id)}.safetensors"
 
 
 def part_name(rank: int, world_size: int, save_id: str) -> str:
-    return f"{MANIFEST}.{rank}-of-{world_size}.{_token(save_id)}"
+    return f"{MANIFEST}.{rank}-of-{world_size}.{token_of(save_id)}"
 
 
 def is_shard_name(key: str) -> bool:
-    return _SHARD_FILE.fullmatch(key) is not None
+    return SHARD_FILE.fullmatch(key) is not None
 
 
 def deletion_name() -> str:
@@ -66,7 +69,7 @@ def deletion_name() -> str:
 
 def claim_name(save_id: str) -> str:
     """The file that says that this process is saving, and becomes the manifest."""
-    return f"{MANIFEST}.{_token(save_id)}.{owner_tag()}.draft"
+    return f"{MANIFEST}.{token_of(save_id)}.{owner_tag()}.draft"
 
 
 # Reading
@@ -159,6 +162,15 @@ def read_one_manifest(store: Store, key: str, limit_bytes: int = MANIFEST_LIMIT_
     return decode_manifest(data, where)
 
 
+def requirements(store: Store) -> set[str]:
+    """What the checkpoint in `store` requires of its readers, by a look at its header only."""
+    reader = store.open_reader(MANIFEST)
+    try:
+        return read_requirements(reader, f"{MANIFEST} of {store.location}")
+    finally:
+        reader.close()
+
+
 def is_being_deleted(store: Store) -> bool:
     """Whether a process that may be alive is deleting the checkpoint."""
     found = (_DELETION.fullmatch(key) for key in store.list())
@@ -174,7 +186,7 @@ def _describe_absence(store: Store) -> str:
     keys = store.list()
     if not keys:
         return f"there is no checkpoint at {store.location}: nothing is there. Check the path"
-    if any(_SHARD_FILE.fullmatch(key) for key in keys):
+    if any(SHARD_FILE.fullmatch(key) for key in keys):
         return (
             f"the checkpoint at {store.location} was never committed: it has shard files but no "
             f"{MANIFEST}. A save that was cut off leaves these; load an older checkpoint"
@@ -198,48 +210,6 @@ def put_new(store: Store, key: str, data: bytes, durable: bool) -> None:
             writer.sync()
     finally:
         writer.close()
-
-
-def remove_debris(store: Store, committed: str | None, save_id: str, used: Collection[str]) -> None:
-    """Delete what no save needs any more, after version `committed` became the manifest.
-
-    `save_id` is the save of that manifest; besides its own files it uses `used`. What a save
-    that may be alive has written stays, whatever happens at the same time:
-    - A save makes its claim before its first file. So a process that sees a file and
-      then lists the claims sees the claim, unless it was withdrawn or has become the manifest.
-    - If it has become the manifest since, `committed` is no longer there.
-    - Of two that clear up after a dead save, the one that removes the claim does it. A save
-      that was thought dead finds its claim gone, and commits nothing.
-    """
-    files = [key for key in store.list() if key not in used and key != MANIFEST]
-    if not files:
-        return
-    claims = {match[1]: key for key in store.list() if (match := _CLAIM.fullmatch(key))}
-    if store.version(MANIFEST) != committed:
-        # Whoever replaced it clears up.
-        return
-    alive = {token for token, claim in claims.items() if not _withdraw_dead(store, claim)}
-    alive.add(_token(save_id))
-    unneeded = []
-    for key in files:
-        match = _SHARD_FILE.fullmatch(key) or _PART.fullmatch(key)
-        if match and match[1] not in alive:
-            unneeded.append(key)
-    delete_quietly(store, unneeded)
-
-
-def _withdraw_dead(store: Store, claim: str) -> bool:
-    """Remove the claim of a save that is dead; whether it was, and this did it."""
-    match = _CLAIM.fullmatch(claim)
-    living = is_alive(match[2]) if match else None
-    if living is None:
-        made, now = store.modified(claim), store.modified(MANIFEST)
-        living = made is None or now is None or now - made < _FORGOTTEN_SECONDS
-    try:
-        return not living and store.delete(claim)
-    except OSError as error:
-        logger.warning("could not remove %r from %s: %s", claim, store.location, error)
-        return False
 
 
 def delete_quietly(store: Store, keys: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from reshard.api import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
+from reshard.checkpoint.debris import remove_debris
 from reshard.checkpoint.directory import (
     MANIFEST,
     REFERS_TO,
@@ -26,7 +27,6 @@ from reshard.checkpoint.directory import (
     has_checkpoint,
     put_new,
     read_one_manifest,
-    remove_debris,
 )
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.engine.reading import Verify

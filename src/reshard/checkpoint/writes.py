@@ -24,7 +24,7 @@ from reshard.checkpoint.references import References
 from reshard.engine.collector import paused_collection
 from reshard.engine.progress import watched
 from reshard.engine.workers import default_threads
-from reshard.engine.writing import Content, write_file
+from reshard.engine.writing import Content, region_key, write_file
 from reshard.format.values import is_pickled
 from reshard.planner import SavePlanner, WriteItem, WriteItemType
 from reshard.plans.results import WriteResults, WrittenColumns, WrittenFile
@@ -146,7 +146,7 @@ class _Collector:
         if data is None:
             raise PlanError(f"the write item of {item.index.fqn!r} has no tensor_data")
         chunk, dtype = data.chunk, data.properties.dtype
-        key = _region_key(item.index.fqn, data.size, chunk.offsets, chunk.sizes)
+        key = region_key(item.index.fqn, data.size, chunk.offsets, chunk.sizes)
         nbytes = math.prod(chunk.sizes) * dtype.itemsize
         source = partial(_resolve, self._planner, item)
         place = item.index.fqn, chunk.offsets, data.size
@@ -162,7 +162,7 @@ class _Collector:
                 continue
             if name not in self._unchanged:
                 check_allocated(name, local)
-            key = _region_key(name, shape, offsets, here)
+            key = region_key(name, shape, offsets, here)
             nbytes = math.prod(here) * dtype.itemsize
             self._append(key, dtype, here, nbytes, local, name, offsets, shape)
 
@@ -216,15 +216,3 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = tensor.detach()
     check_allocated(item.index.fqn, tensor)
     return tensor if tensor.dtype is data.properties.dtype else tensor.to(data.properties.dtype)
-
-
-def _region_key(
-    fqn: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-) -> str:
-    """The FQN, with the region appended when it is not the whole tensor."""
-    if tuple(sizes) == tuple(shape):
-        return fqn
-    region = ",".join(
-        f"{offset}:{offset + size}" for offset, size in zip(offsets, sizes, strict=True)
-    )
-    return f"{fqn}[{region}]"

@@ -115,7 +115,7 @@ def write_file(
     """
     order = sorted(range(len(contents)), key=lambda i: -_alignment(contents[i].dtype))
     with paused_collection():
-        header, begins = _lay_out(contents, order, save_id)
+        header, begins = lay_out(contents, order, save_id)
     file_bytes = len(header) + sum(content.nbytes for content in contents)
 
     checksums, digests = np.zeros(len(contents), dtype=np.uint64), [_NO_DIGEST] * len(contents)
@@ -138,7 +138,7 @@ def write_file(
     )
 
 
-def _lay_out(contents: Sequence[Content], order: Sequence[int], save_id: str) -> tuple[bytes, Ints]:
+def lay_out(contents: Sequence[Content], order: Sequence[int], save_id: str) -> tuple[bytes, Ints]:
     """The header of the file, and where each content begins."""
     entries: dict[str, Entry] = {}
     begins = [0] * len(contents)
@@ -151,6 +151,16 @@ def _lay_out(contents: Sequence[Content], order: Sequence[int], save_id: str) ->
     notes = {"format": "pt", "save_id": save_id} if save_id else {"format": "pt"}
     header = build_header(entries, notes)
     return header, np.array(begins, dtype=np.int64) + len(header)
+
+
+def region_key(fqn: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """The FQN, with the region appended when it is not the whole tensor."""
+    if tuple(sizes) == tuple(shape):
+        return fqn
+    region = ",".join(
+        f"{offset}:{offset + size}" for offset, size in zip(offsets, sizes, strict=True)
+    )
+    return f"{fqn}[{region}]"
 
 
 def _alignment(dtype: torch.dtype) -> int:

@@ -149,6 +149,24 @@ def read_manifest_bytes(
     more than its header.
     """
     nbytes = source.nbytes
+    head = _read_head(source, where, limit_bytes)
+    _parse(head, nbytes, where)
+    length = len(head)
+    data = bytearray(nbytes)
+    data[:length] = head
+    rest = memoryview(data)[length:]
+    source.read_into(length, [rest] if rest else [])
+    return memoryview(data)
+
+
+def read_requirements(source: Source, where: str) -> set[str]:
+    """What a manifest requires of its readers, whether or not this one knows it."""
+    _, notes, _ = parse_header(_read_head(source, where), source.nbytes, where)
+    return set(notes.get("requires", "").split())
+
+
+def _read_head(source: Source, where: str, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> bytearray:
+    nbytes = source.nbytes
     start = bytearray(min(8, nbytes))
     source.read_into(0, [memoryview(start)] if start else [])
     if start[:1] == _PICKLE:
@@ -168,12 +186,7 @@ def read_manifest_bytes(
         )
     head = bytearray(length)
     source.read_into(0, [memoryview(head)])
-    _parse(head, nbytes, where)
-    data = bytearray(nbytes)
-    data[:length] = head
-    rest = memoryview(data)[length:]
-    source.read_into(length, [rest] if rest else [])
-    return memoryview(data)
+    return head
 
 
 def _parse(

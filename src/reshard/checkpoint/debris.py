@@ -1,0 +1,127 @@
+"""What no checkpoint needs any more: files of saves that failed or were replaced, and checkpoints
+that are deleted.
+
+`docs/design/commit.md` says who may delete what, and `docs/design/references.md` why that is safe
+for checkpoints that refer to each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from reshard.api import CheckpointInUseError, CheckpointNotFoundError
+from reshard.checkpoint.dependents import claims_in, dependents_of, files_in_use
+from reshard.checkpoint.directory import (
+    CLAIM,
+    MANIFEST,
+    PART,
+    SHARD_FILE,
+    delete_quietly,
+    deletion_name,
+    put_new,
+    token_of,
+)
+from reshard.stores.owners import is_alive
+from reshard.stores.protocol import Store
+
+logger = logging.getLogger(__name__)
+
+_FORGOTTEN_SECONDS = 24 * 3600.0
+"""How long a save on another machine, of which nothing else is known, may be alive."""
+
+
+def remove_debris(store: Store, committed: str | None, save_id: str, used: Collection[str]) -> None:
+    """Delete what no save needs any more, after version `committed` became the manifest.
+
+    `save_id` is the save of that manifest; besides its own files it uses `used`. What a save
+    that may be alive has written stays, whatever happens at the same time:
+    - A save makes its claim before its first file. So a process that sees a file and
+      then lists the claims sees the claim, unless it was withdrawn or has become the manifest.
+    - If it has become the manifest since, `committed` is no longer there.
+    - Of two that clear up after a dead save, the one that removes the claim does it. A save
+      that was thought dead finds its claim gone, and commits nothing.
+    Files that other checkpoints refer to stay, too.
+    """
+    files = [key for key in store.list() if key not in used and key != MANIFEST]
+    if not files:
+        return
+    claims = {match[1]: key for key in store.list() if (match := CLAIM.fullmatch(key))}
+    if store.version(MANIFEST) != committed:
+        # Whoever replaced it clears up.
+        return
+    alive = {token for token, claim in claims.items() if not _withdraw_dead(store, claim)}
+    alive.add(token_of(save_id))
+    unneeded = []
+    for key in files:
+        match = SHARD_FILE.fullmatch(key) or PART.fullmatch(key)
+        if match and match[1] not in alive:
+            unneeded.append(key)
+    if unneeded:
+        in_use = files_in_use(store)
+        delete_quietly(store, [key for key in unneeded if in_use is not None and key not in in_use])
+
+
+def _withdraw_dead(store: Store, claim: str) -> bool:
+    """Remove the claim of a save that is dead; whether it was, and this did it."""
+    match = CLAIM.fullmatch(claim)
+    living = is_alive(match[2]) if match else None
+    if living is None:
+        made, now = store.modified(claim), store.modified(MANIFEST)
+        living = made is None or now is None or now - made < _FORGOTTEN_SECONDS
+    try:
+        return not living and store.delete(claim)
+    except OSError as error:
+        logger.warning("could not remove %r from %s: %s", claim, store.location, error)
+        return False
+
+
+def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None) -> None:
+    """Delete a checkpoint, and what failed saves have left in its place.
+
+    Those that refer to it are first given copies by `make_whole`, or without it are an error. The
+    deletion is announced before they are looked for: a save that refers to the checkpoint makes its
+    claim first, and then looks for announcements. So one of the two sees the other.
+    """
+    if not any(key == MANIFEST or SHARD_FILE.fullmatch(key) for key in store.list()):
+        raise CheckpointNotFoundError(f"there is no checkpoint at {store.location} to delete")
+    announcement = deletion_name()
+    try:
+        put_new(store, announcement, b"this checkpoint is being deleted\n", durable=False)
+    except FileExistsError:
+        raise CheckpointInUseError(f"{store.location} is being deleted already") from None
+    try:
+        _check_free(store)
+        dependents = dependents_of(store)
+        if dependents and make_whole is not None:
+            for dependent in dependents:
+                make_whole(dependent)
+            dependents = dependents_of(store)
+        if dependents:
+            raise CheckpointInUseError(_describe(store, dependents))
+    except BaseException:
+        store.delete(announcement)
+        raise
+    # From here on it does not exist. Without its manifest the rest is debris.
+    store.delete(MANIFEST)
+    store.sync()
+    ours = (key for key in store.list() if any(p.fullmatch(key) for p in (SHARD_FILE, PART, CLAIM)))
+    for key in [*ours, announcement]:
+        store.delete(key)
+    store.remove()
+
+
+def _check_free(store: Store) -> None:
+    for claim in claims_in(store):
+        raise CheckpointInUseError(
+            f"a save to {store.location} is under way ({claim!r} says so): wait for it to end"
+        )
+
+
+def _describe(store: Store, dependents: Collection[Store]) -> str:
+    shown = ", ".join(dependent.location for dependent in [*dependents][:5])
+    more = f" and {len(dependents) - 5} more" if len(dependents) > 5 else ""
+    return (
+        f"{store.location} holds data that other checkpoints refer to: {shown}{more}. Delete those "
+        "first, make them whole with reshard.materialise, or pass materialise=True"
+    )
