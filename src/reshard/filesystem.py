@@ -184,9 +184,9 @@ class FileSystemWriter(StorageWriter):
     def should_synchronize_after_execute(self) -> bool:
         return False
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    def stage(self, state_dict: STATE_DICT_TYPE, **kwargs: Any) -> STATE_DICT_TYPE:
         """A copy of `state_dict` in the staging memory of the process."""
-        return self._stager.stage(state_dict)  # type: ignore[return-value]
+        return self._stager.stage(state_dict, **kwargs)  # type: ignore[return-value]
 
     def synchronize_staging(self) -> None:
         """Nothing to do: `stage` copies before it returns."""

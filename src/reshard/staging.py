@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -86,24 +87,27 @@ class DefaultStager(AsyncStager):
     def stage(
         self, state_dict: STATE_DICT_TYPE, **kwargs: Any
     ) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        # For `async_save`: the ids of tensors that need not be copied.
+        kept = kwargs.get("kept", ())
         if not self._config.use_async_staging:
-            return self._stage(state_dict)
+            return self._stage(state_dict, kept)
         if self._thread is None or self._pid != os.getpid():
             # A forked child does not have the threads of its parent.
             self._pid = os.getpid()
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-staging")
         # Drop the previous copy first, so that its memory can be reused.
         self._staging = None
-        self._staging = self._thread.submit(self._stage, state_dict)
+        self._staging = self._thread.submit(self._stage, state_dict, kept)
         return self._staging
 
-    def _stage(self, state_dict: STATE_DICT_TYPE) -> Staged:
+    def _stage(self, state_dict: STATE_DICT_TYPE, kept: Collection[int]) -> Staged:
         self._last.end()
         cuda = torch.cuda.is_available()
         staged = staging_pool().stage(
             state_dict,
             pinned=self._config.use_pinned_memory and cuda,
             non_blocking=self._config.use_non_blocking_copy and cuda,
+            kept=kept,
         )
         self._last.lease = staged.lease
         return staged

@@ -7,8 +7,9 @@ passed as the shards that this rank holds, since a worker has no mesh.
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +20,26 @@ from reshard.tensors.shards import HeldShards, held_shards, is_dense, is_sharded
 from reshard.tensors.storages import elements_spanned, lazy_view, own_storage
 
 _LEVELS_PER_PIECE = 100
+_MAP_NORESERVE = 0x4000
+"""Of Linux; `mmap` has a name for it from Python 3.13 on."""
 
 
-def pack(value: Any, memory: torch.Tensor) -> bytes:
-    """`value` as bytes, for another process that has `memory` too."""
+def pack(value: Any, memory: torch.Tensor, left_out: Collection[int] = ()) -> bytes:
+    """`value` as bytes, for another process that has `memory` too.
+
+    Tensors that begin at one of the addresses of `left_out` arrive without their content.
+    """
     try:
-        return _pickle([value], memory)
+        return _pickle([value], memory, left_out)
     except RecursionError:
         deep = _DeepSplit()
         rest = deep.run(value)
-        return _pickle([*deep.pieces, rest], memory)
+        return _pickle([*deep.pieces, rest], memory, left_out)
 
 
-def _pickle(pieces: list[Any], memory: torch.Tensor) -> bytes:
+def _pickle(pieces: list[Any], memory: torch.Tensor, left_out: Collection[int]) -> bytes:
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, memory)
+    pickler = _Pickler(buffer, memory, left_out)
     pickler.dump(len(pieces))
     for piece in pieces:
         pickler.dump(piece)
@@ -71,8 +77,9 @@ class _DeepSplit(Walk):
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, memory: torch.Tensor) -> None:
+    def __init__(self, file: io.BytesIO, memory: torch.Tensor, left_out: Collection[int]) -> None:
         super().__init__(file, protocol=5)
+        self._left_out = left_out
         self._begin = memory.data_ptr()
         self._end = memory.data_ptr() + memory.nbytes
 
@@ -83,10 +90,14 @@ class _Pickler(pickle.Pickler):
             return None
         # An empty tensor has no address.
         address = obj.data_ptr() if obj.numel() else self._begin
-        if not self._begin <= address < self._end or obj.is_quantized:
+        if obj.is_quantized:
+            return None
+        is_left_out = address in self._left_out
+        if not self._begin <= address < self._end and not is_left_out:
             return None
         bits = obj.requires_grad, obj.is_conj(), obj.is_neg()
-        return address - self._begin, obj.dtype, tuple(obj.shape), obj.stride(), *bits
+        place = address if is_left_out else address - self._begin
+        return is_left_out, place, obj.dtype, tuple(obj.shape), obj.stride(), *bits
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
@@ -130,6 +141,7 @@ class _Unpickler(pickle.Unpickler):
         self._load_main = load_main
         self._memory = memory
         self._pieces: list[Any] = []
+        self._empty: dict[tuple[int, int], torch.Tensor] = {}
 
     def load_all(self) -> Any:
         for _ in range(self.load()):
@@ -144,14 +156,26 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         if type(pid) is int:
             return self._pieces[pid]
-        begin, dtype, shape, stride, requires_grad, is_conj, is_neg = pid
+        is_left_out, begin, dtype, shape, stride, requires_grad, is_conj, is_neg = pid
         # A script that was imported may have chosen another default device.
         if 0 in shape:
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
         else:
             nbytes = elements_spanned(shape, stride) * dtype.itemsize
-            memory = self._memory[begin : begin + nbytes]
+            if is_left_out:
+                memory = self._reserve(begin, nbytes)
+            else:
+                memory = self._memory[begin : begin + nbytes]
             # Some subclasses require that their parts begin a storage.
             tensor = own_storage(memory).view(dtype).as_strided(shape, stride)
         tensor = lazy_view(tensor, is_conj, is_neg)
         return tensor.requires_grad_() if requires_grad else tensor
+
+    def _reserve(self, address: int, nbytes: int) -> torch.Tensor:
+        """Addresses without memory, the same for names that share theirs."""
+        reserved = self._empty.get((address, nbytes))
+        if reserved is None:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            pages = mmap.mmap(-1, nbytes, flags=flags)
+            reserved = self._empty[address, nbytes] = torch.frombuffer(pages, dtype=torch.uint8)
+        return reserved

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from reshard.api import CheckpointException, _text_of, _wrap_exception
 from reshard.background.handover import pack
 from reshard.background.queue import SaveFuture, WhenBusy, save_queue
+from reshard.background.unchanged import Unchanged, find_unchanged
 from reshard.background.worker import PackedSave, WorkerRequest, worker_of_this_process
 from reshard.coordination.channel import Channel, failing_together
 from reshard.coordination.error_wire import decode_error
@@ -22,6 +24,7 @@ from reshard.operations.user_calls import ask_for_states, refuse_dcp
 from reshard.planner import SavePlanner
 from reshard.snapshots.pool import Lease, Staged, staging_pool
 from reshard.staging import AsyncStager, DefaultStager, StagingOptions
+from reshard.storage import takes_any_keyword
 from reshard.tensors.composites import split_composites
 
 _EXCHANGES = 4
@@ -78,6 +81,7 @@ class BackgroundSave:
         self._staged: STATE_DICT_TYPE | Future[STATE_DICT_TYPE]
         self._kept: list[Lease] = []
         self._is_off = False
+        self._unchanged = Unchanged()
 
     # In the thread that calls
 
@@ -100,7 +104,7 @@ class BackgroundSave:
             self._check_target()
             queue.admit(self.options.when_busy)
             stager = self.options.stager or self._own_stager()
-            self._staged = stager.stage(state_dict)
+            self._staged = self._stage(stager, state_dict)
             del state_dict
             self._keep_memory()
             work = self._save_in_worker if self.options.in_process else self._save_here
@@ -124,6 +128,20 @@ class BackgroundSave:
             self.target.choose_writer()
         else:
             self.settings.check(self.target.writer)
+
+    def _stage(
+        self, stager: AsyncStager, state_dict: STATE_DICT_TYPE
+    ) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
+        """Copy what the base does not hold already."""
+        unchanged = find_unchanged(state_dict, self.target.place, self.settings, self.planner)
+        # A stager that was passed has its own way with tensors.
+        if self.options.stager is not None or not takes_any_keyword(stager.stage):
+            unchanged.kept.clear()
+        self._unchanged = unchanged
+        if not unchanged.kept:
+            return stager.stage(state_dict)
+        self.settings = dataclasses.replace(self.settings, unchanged=unchanged.names)
+        return stager.stage(state_dict, kept=unchanged.tensors)  # type: ignore[call-arg]
 
     def _own_stager(self) -> AsyncStager:
         if isinstance(self.target.writer, AsyncStager):
@@ -171,13 +189,16 @@ class BackgroundSave:
         try:
             with self.channel:
                 with failing_together(self.channel, "plan"):
+                    self._unchanged.verify()
                     job = SaveJob(
                         self._staged_state(),
                         self.target.choose_writer(),
                         self.planner or DefaultSavePlanner(),
                         self.settings,
                     )
-                return Save(job, self.channel).run()
+                metadata = Save(job, self.channel).run()
+            self._unchanged.remember(self.target.place)
+            return metadata
         finally:
             self._finish_staging()
 
@@ -186,8 +207,11 @@ class BackgroundSave:
             with self.channel:
                 with failing_together(self.channel, "meet"):
                     self._staged_state()
+                    self._unchanged.verify()
                 meeting = call_meeting(self.channel)
-            return self._send(meeting)
+            metadata = self._send(meeting)
+            self._unchanged.remember(self.target.place)
+            return metadata
         finally:
             self._finish_staging()
 
@@ -212,7 +236,7 @@ class BackgroundSave:
             staged = self._staged_state()
             if not isinstance(staged, Staged) or staged.lease.is_over:
                 # It is where the worker cannot see it.
-                staged = copied = staging_pool().stage(staged)
+                staged = copied = staging_pool().stage(staged, kept=self._unchanged.tensors)
             packed = PackedSave(
                 split_composites(dict(staged)),
                 self.target,
@@ -221,7 +245,7 @@ class BackgroundSave:
             )
             request = WorkerRequest(
                 meeting,
-                pack(packed, staged.segment.memory),
+                pack(packed, staged.segment.memory, self._unchanged.addresses),
                 staged.segment.number,
                 staging_pool().segment_numbers(),
                 _limit(meeting),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,11 +148,15 @@ class StagingPool:
         self._lent: dict[int, Lease] = {}
 
     def stage(
-        self, state_dict: Mapping[str, Any], pinned: bool = False, non_blocking: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        pinned: bool = False,
+        non_blocking: bool = False,
+        kept: Collection[int] = (),
     ) -> Staged:
-        """Copy `state_dict` into staging memory."""
+        """Copy `state_dict` into staging memory, but for tensors whose ids are in `kept`."""
         non_blocking = non_blocking and torch.accelerator.is_available()
-        plan = survey(state_dict)
+        plan = survey(state_dict, kept)
         buffer = self._take(plan)
         try:
             # Tensors made in inference mode cannot be written to outside of it.

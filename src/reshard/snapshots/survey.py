@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +42,12 @@ class Survey:
     form: tuple[Any, ...]
 
 
-def survey(state_dict: Mapping[str, Any]) -> Survey:
-    """Find the tensors of a nested state dict. Nothing is copied."""
-    walk = _TensorWalk()
+def survey(state_dict: Mapping[str, Any], kept: Collection[int] = ()) -> Survey:
+    """Find the tensors of a nested state dict. Nothing is copied.
+
+    Tensors whose ids are in `kept` stay as they are.
+    """
+    walk = _TensorWalk(kept)
     walk.run(state_dict)
     tensors = walk.tensors
     groups = [group for group in _overlapping(tensors) if _lead(tensors, group) is not None]
@@ -158,8 +161,9 @@ class Layout:
 
 
 class _TensorWalk(Walk):
-    def __init__(self) -> None:
+    def __init__(self, kept: Collection[int] = ()) -> None:
         super().__init__()
+        self._kept = kept
         self.tensors: list[torch.Tensor] = []
         self.parts: list[TensorParts | None] = []
 
@@ -170,6 +174,8 @@ class _TensorWalk(Walk):
 
     def _add(self, tensor: torch.Tensor) -> None:
         parts = take_apart(tensor, self.path)
+        if id(tensor) in self._kept:
+            parts = TensorParts([], lambda _: tensor.detach())
         self.parts.append(parts)
         if parts is None:
             self.tensors.append(tensor)
