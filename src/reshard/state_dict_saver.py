@@ -67,6 +67,11 @@ def save(
 
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.
+
+    With a `base`, another checkpoint or a directory of safetensors files such as one of Hugging
+    Face, chunks that it holds with the same name, region and bytes are not written: the new
+    checkpoint refers to them, and the base must be kept (`delete` sees to that; `materialise`
+    ends it). `frozen` matters to `async_save` only.
     """
     return save_now(
         state_dict,
@@ -174,6 +179,10 @@ def async_save(
     that, from the next `save`, which then saves nothing, or `async_save`, whose own save
     goes on all the same, from `close`, or from a `load` of the same place, and what is left
     is reported on stderr when the process ends. A process that ends waits for its saves.
+
+    With a `base`, tensors that it holds are not copied if their version counters have not moved
+    since it was saved, or their names match a pattern of `frozen` (`*` and `?` as in a shell). The
+    background compares all their bytes with the base, and fails the save if they differ.
 
     No collective is issued, so training may use any group meanwhile.
     """

@@ -124,10 +124,8 @@ class BackgroundSave:
 
     def _check_target(self) -> None:
         """Raise if the save goes nowhere. A writer is not touched: it may be busy."""
-        if self.target.writer is None:
-            self.target.choose_writer()
-        else:
-            self.settings.check(self.target.writer)
+        writer = self.target.writer
+        self.settings.check(self.target.choose_writer() if writer is None else writer)
 
     def _stage(
         self, stager: AsyncStager, state_dict: STATE_DICT_TYPE

@@ -56,7 +56,12 @@ class SaveSettings:
     """Tensors that the state dict holds no data of, because they are as they were in the base."""
 
     def check(self, writer: StorageWriter) -> None:
-        """Refuse what the storage cannot do."""
+        """Refuse settings that contradict each other, or that the storage does not take."""
+        if self.frozen and self.base is None:
+            raise ValueError(
+                "frozen names tensors that need not be copied because the base holds them: pass "
+                "base as well"
+            )
         asked = {"base": self.base, "compress": self.compress, "fingerprint": self.fingerprint}
         taken = getattr(writer, "call_settings", ())
         for name, value in asked.items():
