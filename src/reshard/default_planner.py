@@ -16,6 +16,7 @@ from reshard.format.torch_files import decode_stored
 from reshard.format.values import decode_value, encode_value
 from reshard.metadata import (
     STATE_DICT_TYPE,
+    STORAGE_TYPES,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -31,6 +32,7 @@ from reshard.planner import (
     WriteItemType,
 )
 from reshard.plans.cache import PlanCache
+from reshard.plans.entries import dtype_of, locate
 from reshard.plans.global_plan import (
     combine_plans,
     make_global_plan,
@@ -43,13 +45,21 @@ from reshard.plans.local_load_plan import build_read_items, check_complete
 from reshard.plans.local_save_plan import _create_default_metadata_only_plan, build_write_items
 from reshard.plans.local_save_plan import _create_write_items as _create_write_items
 from reshard.plans.traits import default_step, load_traits, save_traits
+from reshard.tensors.blanks import fill_blank, is_blank
 from reshard.tensors.composites import KIND, CompositeTargets, expand_for_save, stored_shards
 from reshard.tensors.flatten import Rules, flatten_state_dict, put_empties
 from reshard.tensors.flatten import (
     flatten_sharded_tensors as _flatten_sharded_tensors,  # noqa: F401
 )
 from reshard.tensors.materialise import materialise
-from reshard.tensors.paths import PathMap, StatePath, keys_above, paths_in, set_element
+from reshard.tensors.paths import (
+    PathMap,
+    StatePath,
+    keys_above,
+    paths_in,
+    set_element,
+    set_elements,
+)
 from reshard.tensors.shards import DTensorReader, check_local_memory, find_state_dict_object
 
 logger = logging.getLogger(__name__)
@@ -190,7 +200,9 @@ class DefaultLoadPlanner(LoadPlanner):
     original_state_dict: STATE_DICT_TYPE
     mappings: Mapping[str, StatePath]
     _is_default_planner = True
-    call_settings = ("exclude", "allow_pickle", "allow_partial_load")
+    call_settings = ("exclude", "allow_pickle", "allow_partial_load", "keeps_blanks")
+    keeps_blanks = False
+    """Whether tensors without memory stay so until they are read: see `fill_blanks`."""
 
     def __init__(
         self,
@@ -205,16 +217,21 @@ class DefaultLoadPlanner(LoadPlanner):
         self.exclude: tuple[str, ...] = ()
         self.original_state_dict = {}
         self.mappings = {}
+        self.blanks: dict[str, torch.Tensor] = {}
         self.composites = CompositeTargets()
         self._reader = DTensorReader()
 
+    @default_step
     def set_up_planner(
         self,
         state_dict: STATE_DICT_TYPE,
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        materialise(state_dict)
+        if self.keeps_blanks:
+            materialise(state_dict, leave=is_blank)
+        else:
+            materialise(state_dict)
         self.original_state_dict = state_dict
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
@@ -232,6 +249,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.is_coordinator = is_coordinator
         self._reader = DTensorReader()
 
+    @default_step
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
             raise ValueError(
@@ -242,15 +260,37 @@ class DefaultLoadPlanner(LoadPlanner):
         wanted = self.state_dict
         if self.exclude:
             wanted = {name: value for name, value in wanted.items() if not self.excludes(name)}
+        if self.keeps_blanks:
+            stored = self.metadata.state_dict_metadata
+            self.blanks = {n: v for n, v in wanted.items() if n in stored and is_blank(v)}
         if load_traits(self).fills_by_itself:
             wanted = self._without_twins(wanted)
             for name, value in wanted.items():
-                check_local_memory(name, value)
+                if name not in self.blanks:
+                    check_local_memory(name, value)
         return create_default_local_load_plan(wanted, self.metadata, not self.allow_partial_load)
 
     def _without_twins(self, wanted: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """What has to be read to fill `wanted`. Made to be overridden."""
         return wanted
+
+    @default_step
+    def fill_blanks(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors in the place of blanks: those given by name, and new ones for the rest.
+
+        Called when it is known what can be viewed; then nothing else is in the way of the load.
+        """
+        blanks, self.blanks = self.blanks, {}
+        memory = {id(blanks[name]): tensor for name, tensor in views.items()}
+        made: dict[int, torch.Tensor] = {}
+        for name, blank in blanks.items():
+            key = id(blank)
+            if key not in made:
+                made[key] = fill_blank(blank, memory.get(key))
+            self.state_dict[name] = made[key]
+        if self.flatten_state_dict:
+            places = ((self.mappings[name], self.state_dict[name]) for name in blanks)
+            set_elements(self.original_state_dict, places)
 
     def excludes(self, name: str) -> bool:
         """Whether a key is to stay as it is."""
@@ -375,6 +415,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             )
         return self._read_paths
 
+    @default_step
     def set_up_planner(
         self,
         state_dict: STATE_DICT_TYPE,
@@ -388,24 +429,13 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if metadata is None:
             raise ValueError("this planner needs the metadata of the checkpoint")
         paths = self._paths(metadata)
+        entries = metadata.state_dict_metadata
+        if self.keys is not None:
+            entries = {n: e for n, e in entries.items() if self._should_include_key(n, metadata)}
         # Not found by flattening what is made here: a list may have gaps, and then has others.
-        flat: STATE_DICT_TYPE = {}
-        mappings = PathMap()
-        made: dict[tuple[str, torch.Size, torch.dtype], torch.Tensor] = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if not self._should_include_key(name, metadata):
-                continue
-            path = paths.get(name, (name,))
-            value: Any = entry
-            if isinstance(entry, TensorStorageMetadata):
-                check_complete(name, entry)
-                dtype = entry.properties.dtype
-                key = (entry.alias_of or name, entry.size, dtype)
-                value = made.get(key)
-                if value is None:
-                    value = made[key] = torch.empty(entry.size, dtype=dtype, device="cpu")
-            flat[name], mappings[name] = value, path
-            set_element(state_dict, path, value)
+        flat = self._make_tensors(entries)
+        mappings = PathMap((name, paths.get(name, (name,))) for name in flat)
+        set_elements(state_dict, zip(mappings.values(), flat.values(), strict=True))
         mappings.empties = tuple(filter(self._is_below_a_key, paths.empties))
         put_empties(state_dict, mappings, mappings.empties)
         if not self.flatten_state_dict:
@@ -413,6 +443,24 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             return
         self.original_state_dict, self.mappings = state_dict, mappings
         self._adopt(flat, metadata, is_coordinator)
+
+    def _make_tensors(self, entries: Mapping[str, STORAGE_TYPES]) -> STATE_DICT_TYPE:
+        """A tensor for each stored one, or a blank; other entries as they are."""
+        located = locate(entries)
+        check_complete(located)
+        device = "meta" if self.keeps_blanks else "cpu"
+        flat: STATE_DICT_TYPE = dict(entries)
+        made: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        columns = zip(entries.items(), located.storage_names, located.shapes(), strict=True)
+        for (name, entry), stored, shape in columns:
+            if shape is None or not isinstance(entry, TensorStorageMetadata):
+                continue
+            key = stored, shape, dtype_of(entry)
+            value = made.get(key)
+            if value is None:
+                value = made[key] = torch.empty(shape, dtype=key[2], device=device)
+            flat[name] = value
+        return flat
 
     def _without_twins(self, wanted: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """Each tensor under one of its names: it is read once."""

@@ -296,7 +296,10 @@ class FileSystemReader(StorageReader):
     `manifest_limit_bytes` is refused before it is read.
     """
 
-    call_settings = ("verify", "allow_pickle")
+    call_settings = ("verify", "verify_views", "allow_pickle")
+    verify_views: Verify | None = None
+    """Which chunks are checked that are mapped and not read. None: none, or all if `verify`
+    is `"full"`."""
 
     def __init__(
         self,
@@ -385,8 +388,14 @@ class FileSystemReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    @default_step
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        options = ReadOptions(self.thread_count, self.allow_pickle, self.is_coordinator)
+        verify_views = self.verify_views
+        if verify_views is None:
+            verify_views = Verify.FULL if self.verify is Verify.FULL else Verify.OFF
+        options = ReadOptions(
+            self.thread_count, self.allow_pickle, self.is_coordinator, verify_views
+        )
         with self._open_files() as files:
             self.bytes_read += read_items(plan.items, planner, files, self.storage_data, options)
         future: Future[None] = Future()

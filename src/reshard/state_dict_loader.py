@@ -40,6 +40,7 @@ def load(
     exclude: Sequence[str] = (),
     verify: Literal["off", "chunks", "full"] | None = None,
     allow_pickle: bool = False,
+    assign: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into `state_dict`, in place, whatever mesh it was saved on.
@@ -58,6 +59,14 @@ def load(
     `verify` says which chunks are checked against their checksums: those read whole
     (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). A rank
     that does not answer for `timeout_seconds` counts as failed; 0 means no limit.
+
+    With `assign`, tensors are not filled but replaced, which is for templates on the meta
+    device and for those that nobody needs any more. The new tensors are views of the files
+    where possible, as `read_state_dict` describes for `mmap`: on the CPU or the meta device,
+    with the stored dtype, in one piece in one file. Others are read. Containers stay the same
+    objects, and tensors keep `requires_grad`. Modules, and others whose `load_state_dict` takes
+    `assign`, are given their state with `assign=True`; other `Stateful` values are filled in
+    place. Chunks that are viewed are checked only if `verify` is given.
     """
     began = time.perf_counter()
     report = load_now(
@@ -71,6 +80,7 @@ def load(
             exclude=exclude,
             verify=verify,
             allow_pickle=allow_pickle or None,
+            assign=assign,
         ),
     )
     report.seconds = time.perf_counter() - began
@@ -113,16 +123,30 @@ def read_state_dict(
     checkpoint_id: str | os.PathLike[str],
     keys: set[str] | str | None = None,
     *,
-    verify: Literal["off", "chunks", "full"] = "chunks",
+    mmap: bool = False,
+    verify: Literal["off", "chunks", "full"] | None = None,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
     """A checkpoint, or what lies at or below `keys` in it, as whole CPU tensors.
 
     Needs no template and no process group; each process that calls it reads for itself.
     Names that shared one memory when they were saved, such as tied weights, share it again.
+
+    With `mmap`, tensors are views of the files where possible: those that were saved as one
+    piece. Nothing is read until it is used, and all processes of a machine share one copy in
+    memory. Writing to such a tensor is allowed, and changes neither the file nor what others
+    see. It stays as it is when the checkpoint is replaced or deleted; but whoever shortens a
+    file in place ends this process with SIGBUS. What cannot be viewed is read.
+
+    `verify` says which chunks are checked against their checksums: those read whole
+    (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). Sizes and
+    headers of files are always checked. Views are not read, so their chunks are checked only
+    if `verify` is given; that reads them once.
     """
-    reader = FileSystemReader(checkpoint_id, verify=verify, allow_pickle=allow_pickle)
-    return read_all_keys(keys, reader)
+    reader = FileSystemReader(checkpoint_id, verify=verify or "chunks", allow_pickle=allow_pickle)
+    if verify is not None:
+        reader.verify_views = reader.verify
+    return read_all_keys(keys, reader, mmap)
 
 
 def read_tensor(

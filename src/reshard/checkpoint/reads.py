@@ -19,9 +19,10 @@ from torch.autograd.graph import increment_version
 from reshard.api import PlanError, _note_on_error
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.checkpoint.to_metadata import StorageMap
+from reshard.checkpoint.views import view_items
 from reshard.engine.collector import paused_collection
 from reshard.engine.progress import watched
-from reshard.engine.reading import Request, read_regions
+from reshard.engine.reading import Request, Verify, read_regions
 from reshard.engine.workers import default_threads
 from reshard.format.checksum import split_digests
 from reshard.format.values import MAGIC, decode_value
@@ -39,6 +40,7 @@ class ReadOptions:
     thread_count: int
     allow_pickle: bool
     shows_progress: bool
+    verify_views: Verify = Verify.OFF
 
 
 def read_items(
@@ -50,6 +52,10 @@ def read_items(
 ) -> int:
     """Read the items of a plan; the number of bytes that were wanted."""
     traits = load_traits(planner)
+    if getattr(planner, "blanks", None):
+        views, left = view_items(read_columns(items), planner.blanks, files, options.verify_views)
+        planner.fill_blanks(views)
+        items = ReadItems(left)
     if not traits.fills_by_itself:
         # One after the other, in this thread: a custom planner may make the memory of a tensor
         # when it is its turn, and need not be thread-safe.

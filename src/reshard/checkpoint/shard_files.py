@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from reshard.api import CorruptCheckpointError
 from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.reading import Verify, read_bytes
 from reshard.format.checksum import Hasher
 from reshard.format.container import parse_header
 from reshard.format.tables import Manifest, Origin
-from reshard.stores.protocol import Reader, Store
+from reshard.stores.protocol import Mappable, Reader, Store
+
+logger = logging.getLogger(__name__)
 
 _HEADER_PIECE_BYTES = 1 << 20
 _MOST_EXPLAINED_BYTES = 64 << 20
@@ -42,6 +46,18 @@ class ShardFiles:
         """Whether only the bytes themselves tell if a file is the one that was referred to."""
         origin = self.manifest.origin_of(file_id)
         return origin is not None and not origin.save_id
+
+    def map(self, file_id: int) -> memoryview | None:
+        """The memory of a file that is the one that was written; None if it has to be read."""
+        key = self.open(file_id)
+        with self._files.lend(key) as reader:
+            if not isinstance(reader, Mappable):
+                return None
+            try:
+                return reader.map()
+            except OSError as error:
+                logger.info("%r cannot be mapped, and is read: %s", key, error)
+                return None
 
     def _open(self, key: str) -> Reader:
         file_id = self._ids[key]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,6 +21,22 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")
+
+
+def tensor_in(
+    memory: memoryview, begin: int, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """A tensor whose elements lie in `memory`, from byte `begin` on. It keeps the memory alive.
+
+    It has a storage of its own, so that saving or resizing it concerns no other tensor in the
+    same memory.
+    """
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+    # As a tensor that is nobody's view, as if it had been allocated.
+    return flat.view(shape).data
 
 
 class BounceBuffer:

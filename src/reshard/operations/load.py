@@ -29,11 +29,12 @@ from reshard.operations.user_calls import (
 )
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planning.columns import Bools
-from reshard.plans.traits import load_traits, plans_alone
+from reshard.plans.traits import fills_blanks, load_traits, plans_alone, views_files
 from reshard.plans.wire import LoadPlanExchange, PlannedLoad
 from reshard.rank_values import choose_rank_values, restore_rank_values
 from reshard.stateful import is_stateful
-from reshard.storage import StorageReader, takes_any_keyword
+from reshard.storage import StorageReader, parameters_of, takes_any_keyword
+from reshard.tensors.blanks import BlankState, with_ties
 
 
 @dataclass
@@ -62,6 +63,7 @@ class LoadSettings:
     exclude: Sequence[str] = ()
     verify: str | None = None
     allow_pickle: bool | None = None
+    assign: bool = False
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -73,13 +75,16 @@ class LoadSettings:
         pickles = self.allow_pickle or getattr(reader, "allow_pickle", None) or None
         verify = None if self.verify is None else Verify(self.verify)
         with contextlib.ExitStack() as undo:
-            undo.enter_context(overridden(reader, verify=verify, allow_pickle=pickles))
+            undo.enter_context(
+                overridden(reader, verify=verify, verify_views=verify, allow_pickle=pickles)
+            )
             undo.enter_context(
                 overridden(
                     planner,
                     exclude=self.patterns or None,
                     allow_pickle=pickles,
                     allow_partial_load=None if self.strict else True,
+                    keeps_blanks=self.assign or None,
                 )
             )
             return undo.pop_all()
@@ -95,6 +100,11 @@ class LoadSettings:
             raise ValueError(
                 f"exclude needs a planner that derives from DefaultLoadPlanner, not "
                 f"{type(planner).__name__}: leave the keys out of the state dict"
+            )
+        if self.assign and not fills_blanks(planner):
+            raise ValueError(
+                f"assign needs a planner that looks up tensors as DefaultLoadPlanner does, unlike "
+                f"{type(planner).__name__}: load without assign, which fills tensors in place"
             )
 
 
@@ -148,6 +158,8 @@ class Load:
         self._reader_hooks = with_defaults(reader, StorageReader)
         self._plans_alone = plans_alone(planner, reader)
         self._left_out: list[str] = []
+        self._blank_state: BlankState | None = None
+        self._owned: dict[str, Any] = {}
         self._quiet = contextlib.ExitStack()
 
     def run(self) -> LoadReport:
@@ -189,6 +201,8 @@ class Load:
     def _plan_locally(self) -> PlannedLoad:
         channel, reader, planner = self.channel, self.reader, self.planner
         self.states = self._ask_for_states()
+        if self.settings.assign:
+            self.states = self._with_blanks(self.states)
         seen = renamed(self.metadata, self.settings.rename)
         self._ask_for_templates(seen)
         # From here on nobody is asked for a state, which may take memory and make cycles.
@@ -221,6 +235,14 @@ class Load:
                 asked = is_stateful(value) and not _gives_template(value)
                 states[key] = value.state_dict() if asked else value
         return states
+
+    def _with_blanks(self, states: dict[str, Any]) -> dict[str, Any]:
+        """`states` without the tensors that are to be replaced, which stay until the end."""
+        self._owned = {
+            key: state for key, state in states.items() if _can_be_assigned(self.original[key])
+        }
+        self._blank_state = BlankState(self._owned)
+        return {**states, **self._blank_state.state}
 
     def _ask_for_templates(self, metadata: Metadata) -> None:
         """Ask those that decide by the checkpoint what they want of it."""
@@ -287,6 +309,8 @@ class Load:
 
     def _read(self, plan: LoadPlan) -> None:
         final = self.planner.finish_plan(plan)
+        if self.settings.assign and not views_files(self.reader):
+            self.planner.fill_blanks({})  # type: ignore[attr-defined]
         before = getattr(self.reader, "bytes_read", 0)
         self.reader.read_data(final, self.planner).wait()
         self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
@@ -300,6 +324,8 @@ class Load:
             restore_rank_values(self.states, self.template, self._rank_values)
         if self.states is self.original:
             return
+        if self._blank_state is not None:
+            self._put_back(self._blank_state)
         for key, value in sorted(self.original.items()):
             state = self.states[key]
             if not is_stateful(value):
@@ -310,7 +336,18 @@ class Load:
                 missing = set(self.report.missing)
                 state, _ = value.pruned(state, key, missing.__contains__)
             with _note_on_error(f"giving {key!r} its state"):
-                value.load_state_dict(state)
+                if key in self._owned:
+                    value.load_state_dict(with_ties(value, state), assign=True)
+                else:
+                    value.load_state_dict(state)
+
+    def _put_back(self, blank: BlankState) -> None:
+        """Replace tensors, in the containers that they came from, by those that were loaded."""
+        wanted = getattr(self.planner, "state_dict", {})
+        filled = {id(wanted[name]) for name in self.report.loaded if name in wanted}
+        loaded = {key: self.states[key] for key in self._owned}
+        blank.put_back(self._owned, loaded, filled)
+        self.states |= self._owned
 
 
 def _names_in(metadata: Metadata) -> Iterator[str]:
@@ -322,3 +359,10 @@ def _names_in(metadata: Metadata) -> Iterator[str]:
 
 def _gives_template(value: Any) -> bool:
     return is_stateful(value) and hasattr(type(value), "template_for")
+
+
+def _can_be_assigned(value: Any) -> bool:
+    """Whether tensors of `value` may be replaced. Others are filled where they are."""
+    if not is_stateful(value):
+        return True
+    return not _gives_template(value) and "assign" in parameters_of(value.load_state_dict)

@@ -29,9 +29,14 @@ def read_keys(keys: set[str] | str | None, source: LoadSource, ranks: Ranks) -> 
     return _read(keys, source.choose_reader(), ranks)[0]
 
 
-def read_all_keys(keys: set[str] | str | None, reader: StorageReader) -> dict[str, Any]:
-    """The same in this process alone; a key that names nothing is an error."""
-    state_dict, found = _read(keys, reader, Ranks(no_dist=True))
+def read_all_keys(
+    keys: set[str] | str | None, reader: StorageReader, mmap: bool = False
+) -> dict[str, Any]:
+    """The same in this process alone; a key that names nothing is an error.
+
+    With `mmap`, as views of files where possible.
+    """
+    state_dict, found = _read(keys, reader, Ranks(no_dist=True), mmap)
     missing = {keys} if isinstance(keys, str) else set(keys or ())
     if missing:
         longest = max(map(len, missing))
@@ -45,13 +50,17 @@ def read_all_keys(keys: set[str] | str | None, reader: StorageReader) -> dict[st
 
 
 def _read(
-    keys: set[str] | str | None, reader: StorageReader, ranks: Ranks
+    keys: set[str] | str | None, reader: StorageReader, ranks: Ranks, mmap: bool = False
 ) -> tuple[dict[str, Any], PathMap]:
     """What lies at or below `keys`, and the paths of all that was found there."""
     state_dict: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys)
     with (
-        overridden(planner, allow_pickle=getattr(reader, "allow_pickle", None)),
+        overridden(
+            planner,
+            allow_pickle=getattr(reader, "allow_pickle", None),
+            keeps_blanks=mmap or None,
+        ),
         ranks.open_channel(LoadSource(reader, None).intent()) as channel,
     ):
         Load(state_dict, reader, planner, channel).run()

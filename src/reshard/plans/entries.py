@@ -155,6 +155,13 @@ class Located(NamedTuple):
                 yield None
 
 
+def dtype_of(entry: TensorStorageMetadata) -> torch.dtype:
+    """The dtype of an entry, without making its other fields."""
+    if type(entry) is _TensorEntry:
+        return DTYPES[int(entry.table.dtypes[entry.tensor])]
+    return entry.properties.dtype
+
+
 def locate(entries: Mapping[str, STORAGE_TYPES]) -> Located:
     """Find entries in the table that they are views of, or make one that they are in."""
     table: ChunkTable | None = None

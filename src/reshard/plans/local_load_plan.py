@@ -6,7 +6,6 @@ list, for custom planners.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from reshard.planner import ReadItem
 from reshard.planning.columns import ChunkTable, Ints, pad_rows
 from reshard.planning.coverage import describe_problem
 from reshard.planning.intersection import intersect_groups
-from reshard.plans.entries import Located, chunk_columns, locate
+from reshard.plans.entries import Located, locate
 from reshard.plans.mismatches import matches, missing_keys, shape_mismatch
 from reshard.plans.read_items import ReadColumns, ReadItems
 from reshard.tensors.shards import (
@@ -67,14 +66,14 @@ def _regions(located: Located, state_dict: Mapping[str, Any]) -> list[Sequence[B
     return regions
 
 
-def check_complete(fqn: str, entry: TensorStorageMetadata) -> None:
-    """Refuse a tensor that is stored only in part, before memory is made for all of it."""
-    offsets, sizes = chunk_columns(entry.chunks, len(entry.size))
-    if int(sizes.prod(axis=1).sum()) != math.prod(entry.size):
-        raise CoverageError(
-            f"the checkpoint does not hold all of {fqn!r} exactly once: "
-            f"{describe_problem(tuple(entry.size), offsets, sizes)}"
-        )
+def check_complete(located: Located) -> None:
+    """Refuse tensors that are stored only in part, before memory is made for all of them."""
+    starts, rows = _chunk_rows(located.table, located.tensors)
+    volumes = _take(located.table.sizes, rows, 1).prod(axis=1)
+    stored = np.diff(np.concatenate(([0], np.cumsum(volumes)))[starts])
+    wanted = _take(located.table.shapes, located.tensors, 1).prod(axis=1)
+    for short in np.flatnonzero(stored != wanted).tolist():
+        raise _not_covered(located, short)
 
 
 def _plan_reads(

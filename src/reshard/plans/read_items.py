@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ import torch
 
 from reshard.metadata import MetadataIndex
 from reshard.planner import LoadItemType, ReadItem
-from reshard.planning.columns import ChunkTable, Ints
+from reshard.planning.columns import Bools, ChunkTable, Ints
 from reshard.planning.packing import pack_array, pack_compressed, unpack_array, unpack_compressed
 from reshard.plans.lazy_list import LazyList
 
@@ -41,6 +41,20 @@ class ReadColumns:
 
     def __len__(self) -> int:
         return len(self.dest_names)
+
+    def select(self, rows: Bools) -> ReadColumns:
+        """Some of the rows, in the same order."""
+        return replace(
+            self,
+            dest_names=self.dest_names[rows],
+            storage_names=self.storage_names[rows],
+            is_value=self.is_value[rows],
+            ndims=self.ndims[rows],
+            dest_hints=self.dest_hints[rows],
+            storage_hints=self.storage_hints[rows],
+            regions=self.regions[rows],
+            chunk_rows=None if self.chunk_rows is None else self.chunk_rows[rows],
+        )
 
     def rows_in(self, table: ChunkTable) -> Ints:
         """The rows of the chunks in `table`; -1 for values, and where that is not certain."""

@@ -84,3 +84,15 @@ def plans_alone(planner: object, reader: object) -> bool:
     return _has_default(planner, "create_global_plan") and _has_default(
         reader, "prepare_global_plan"
     )
+
+
+def fills_blanks(planner: object) -> bool:
+    """Whether a planner can plan for tensors that have no memory yet."""
+    return load_traits(planner).fills_by_itself and _has_default(
+        planner, "set_up_planner", "create_local_plan", "fill_blanks"
+    )
+
+
+def views_files(reader: object) -> bool:
+    """Whether a storage finds or makes the memory of blanks itself."""
+    return _has_default(reader, "read_data")

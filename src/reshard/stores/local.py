@@ -10,7 +10,9 @@ import logging
 import mmap
 import os
 import stat
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -30,6 +32,7 @@ _MOST_BUFFERS = 1024
 """How many buffers one call of preadv and pwritev takes (IOV_MAX on Linux)."""
 
 _SYNC_FILE_RANGE_WRITE = 2
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 class LocalStore:
@@ -297,6 +300,23 @@ class _LocalReader(_LocalFile):
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         self._transfer(self._system.preadv, offset, buffers, self._cut_short)
 
+    def map(self) -> memoryview:
+        if not self.nbytes:
+            return memoryview(b"")
+        # Not the mmap module: its maps keep a descriptor each. Nothing is reserved for pages
+        # that nobody may ever write to.
+        system = _memory_maps()
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = system.mmap(None, self.nbytes, protection, flags, self._descriptor, 0)
+        if address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), self._path)
+        memory = (ctypes.c_ubyte * self.nbytes).from_address(address)
+        # When the process ends, tensors may still be in use.
+        weakref.finalize(memory, system.munmap, address, self.nbytes).atexit = False
+        return memoryview(memory).cast("B")
+
     def _cut_short(self, offset: int) -> OSError:
         error = CutShortError(
             errno.EIO,
@@ -313,3 +333,16 @@ def _sync_file_range() -> Any:
     if call is not None:
         call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return call
+
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@cache
+def _memory_maps() -> Any:
+    system = ctypes.CDLL(None, use_errno=True)
+    size, number = ctypes.c_size_t, ctypes.c_int
+    system.mmap.restype = ctypes.c_void_p
+    system.mmap.argtypes = [ctypes.c_void_p, size, number, number, number, ctypes.c_int64]
+    system.munmap.argtypes = [ctypes.c_void_p, size]
+    return system

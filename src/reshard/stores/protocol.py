@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class VersionConflict(Exception):  # noqa: N818 - control flow between a store and its user
@@ -54,6 +54,19 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Release the file. It may be called more than once."""
+
+
+@runtime_checkable
+class Mappable(Protocol):
+    """A reader that can map its file. Optional: what cannot be mapped is read."""
+
+    def map(self) -> memoryview:
+        """The whole file as private memory, which may be written to; OSError if that fails.
+
+        A page is read when it is touched. Until it is written to, it is shared with all
+        processes that map the file; writing changes neither the file nor what they see. The
+        map outlives the reader, and ends with the last view of it.
+        """
 
 
 class Store(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +14,22 @@ from reshard.tensors.groups import default_device
 from reshard.tensors.nesting import Walk, put_elements
 
 
-def materialise(value: Any) -> Any:
-    """`value` with memory for every meta tensor in it; dicts and lists change in place."""
-    return _Materialising().run(value)
+def materialise(value: Any, leave: Callable[[Any], bool] = lambda tensor: False) -> Any:
+    """`value` with memory for every meta tensor in it; dicts and lists change in place.
+
+    Tensors that `leave` chooses stay as they are.
+    """
+    return _Materialising(leave).run(value)
 
 
 class _Materialising(Walk):
+    def __init__(self, leave: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self._leave = leave
+
     def leaf(self, value: Any) -> Any:
         is_meta = isinstance(value, torch.Tensor) and _is_meta(value)
-        return _with_memory(value) if is_meta else value
+        return _with_memory(value) if is_meta and not self._leave(value) else value
 
     def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
         return put_elements(container, changed) if changed else container
@@ -45,13 +53,18 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
         )
     device = default_device()
     if isinstance(tensor, DTensor):
-        return DTensor.from_local(
-            torch.empty_like(tensor._local_tensor, device=device),
-            device_mesh=tensor.device_mesh,
-            placements=tensor.placements,
-            run_check=False,
-            # Given explicitly, since they cannot be inferred from an uneven shard.
-            shape=tensor.size(),
-            stride=tensor.stride(),
-        )
+        return with_local(tensor, torch.empty_like(tensor._local_tensor, device=device))
     return torch.empty_like(tensor, device=device)
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor like another, with other local memory."""
+    return DTensor.from_local(
+        local,
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
+        run_check=False,
+        # Given explicitly, since they cannot be inferred from an uneven shard.
+        shape=tensor.size(),
+        stride=tensor.stride(),
+    )
