@@ -45,7 +45,7 @@ from reshard.plans.local_load_plan import build_read_items, check_complete
 from reshard.plans.local_save_plan import _create_default_metadata_only_plan, build_write_items
 from reshard.plans.local_save_plan import _create_write_items as _create_write_items
 from reshard.plans.traits import default_step, load_traits, save_traits
-from reshard.tensors.blanks import fill_blank, is_blank
+from reshard.tensors.blanks import fill_blank, is_blank, make_blank
 from reshard.tensors.composites import KIND, CompositeTargets, expand_for_save, stored_shards
 from reshard.tensors.flatten import Rules, flatten_state_dict, put_empties
 from reshard.tensors.flatten import (
@@ -448,7 +448,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         """A tensor for each stored one, or a blank; other entries as they are."""
         located = locate(entries)
         check_complete(located)
-        device = "meta" if self.keeps_blanks else "cpu"
+        make = make_blank if self.keeps_blanks else _make_tensor
         flat: STATE_DICT_TYPE = dict(entries)
         made: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         columns = zip(entries.items(), located.storage_names, located.shapes(), strict=True)
@@ -458,7 +458,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             key = stored, shape, dtype_of(entry)
             value = made.get(key)
             if value is None:
-                value = made[key] = torch.empty(shape, dtype=key[2], device=device)
+                value = made[key] = make(shape, key[2])
             flat[name] = value
         return flat
 
@@ -472,6 +472,10 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             for name, value in wanted.items()
             if not isinstance(value, torch.Tensor) or names[id(value)] == name
         }
+
+
+def _make_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:

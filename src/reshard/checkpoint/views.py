@@ -41,7 +41,8 @@ def view_items(
     found = _in_maps(_unshared(runs, blanks), files)
     if not found:
         return {}, columns
-    is_viewed = np.array([name in found for name in columns.names], dtype=bool)[columns.dest_names]
+    is_viewed = np.fromiter((name in found for name in columns.names), bool, len(columns.names))
+    is_viewed = is_viewed[columns.dest_names]
     if verify is not Verify.OFF:
         _verify(columns.select(is_viewed), files, verify)
     return found, columns.select(~is_viewed)

@@ -36,7 +36,7 @@ def tensor_in(
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
     # As a tensor that is nobody's view, as if it had been allocated.
-    return flat.view(shape).data
+    return flat if len(shape) == 1 else flat.view(shape).data
 
 
 class BounceBuffer:
