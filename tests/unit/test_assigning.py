@@ -15,6 +15,7 @@ from reshard.default_planner import DefaultLoadPlanner
 from reshard.filesystem import FileSystemReader
 from reshard.metadata import MetadataIndex
 from reshard.planner import LoadPlan, LoadPlanner
+from reshard.tensors.shards import HeldShards, LocalShard
 from support.maps import is_mapped, mapped_files
 
 
@@ -213,6 +214,20 @@ def test_a_tied_template_of_two_stored_tensors_gets_the_last_as_without_assign(
         state_dict = {"a": template, "b": template.detach()}
         reshard.load(state_dict, checkpoint_id=tmp_path, assign=assign)
         assert state_dict["a"].tolist() == state_dict["b"].tolist() == [2.0] * 6
+
+
+def test_a_tied_template_of_a_viewable_and_another_tensor_gets_the_last(tmp_path: Path) -> None:
+    halves = [LocalShard((0, at), (6, 1), torch.full((6, 1), 1.0)) for at in (0, 1)]
+    stored = {
+        "pieces": HeldShards(torch.float32, (6, 2), False, tuple(halves)),
+        "whole": torch.full((6, 2), 2.0),
+    }
+    reshard.save(stored, checkpoint_id=tmp_path)
+    template = torch.zeros(6, 2)
+    for names, last in ((("pieces", "whole"), 2.0), (("whole", "pieces"), 1.0)):
+        state_dict = {name: template.detach() for name in names}
+        reshard.load(state_dict, checkpoint_id=tmp_path, assign=True)
+        assert all(state_dict[name].unique().tolist() == [last] for name in names)
 
 
 # What is left as it is

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,8 @@ def view_items(
     tensor. Different blanks never share memory, even if their stored bytes are the same.
     """
     runs = _find_runs(columns, blanks, files.manifest)
-    found = _in_maps(_unshared(runs, blanks), files)
+    wanted = [columns.names[i] for i in np.unique(columns.dest_names).tolist()]
+    found = _in_maps(_unshared(runs, blanks, wanted), files)
     if not found:
         return {}, columns
     is_viewed = np.fromiter((name in found for name in columns.names), bool, len(columns.names))
@@ -134,18 +136,23 @@ def _is_one_run(shapes: Ints, lengths: Ints) -> Bools:
     return ((lengths == shapes) | (lead == 1)).all(axis=1)  # type: ignore[no-any-return]
 
 
-def _unshared(runs: list[_Run], blanks: Mapping[str, torch.Tensor]) -> Iterator[_Run]:
-    """Those runs that stand for one blank only, and are the only one of their blank."""
-    blanks_at: dict[tuple[int, int], int] = {}
-    places: dict[int, set[tuple[int, int]]] = {}
-    for run in runs:
+def _unshared(
+    runs: list[_Run], blanks: Mapping[str, torch.Tensor], wanted: Sequence[str]
+) -> Iterator[_Run]:
+    """Those runs that no other blank has a part of, and that all names of their blank stand for."""
+    places: dict[int, tuple[int, int]] = {}
+    viewable = {run.name for run in runs}
+    refused = {id(blanks[name]) for name in wanted if name in blanks and name not in viewable}
+    file_id, end, holder = -1, 0, 0
+    for run in sorted(runs, key=lambda run: (run.file_id, run.begin)):
         place, blank = (run.file_id, run.begin), id(blanks[run.name])
-        if blanks_at.setdefault(place, blank) == blank:
-            places.setdefault(blank, set()).add(place)
-        else:
-            # Never to be viewed under another of its names.
-            places.setdefault(blank, set()).update(((-1, -1), place))
-    return (run for run in runs if len(places[id(blanks[run.name])]) == 1)
+        overlaps = run.file_id == file_id and run.begin < end and blank != holder
+        if overlaps or places.setdefault(blank, place) != place:
+            refused.add(blank)
+        elif blank not in refused:
+            nbytes = math.prod(run.shape) * run.dtype.itemsize
+            file_id, end, holder = run.file_id, run.begin + nbytes, blank
+    return (run for run in runs if id(blanks[run.name]) not in refused)
 
 
 def _in_maps(runs: Iterator[_Run], files: ShardFiles) -> dict[str, torch.Tensor]:
@@ -176,7 +183,6 @@ def _verify(columns: ReadColumns, files: ShardFiles, verify: Verify) -> None:
         rows = rows[whole]
     rows = np.unique(rows)
     owners = m.table.owners[rows]
-    nbytes = m.chunk_sizes[rows].prod(axis=1) * DTYPE_ITEMSIZES[m.dtypes[owners]]
     check_chunks(
         [
             StoredChunk(
@@ -186,7 +192,7 @@ def _verify(columns: ReadColumns, files: ShardFiles, verify: Verify) -> None:
                 rows.tolist(),
                 owners.tolist(),
                 m.chunk_begins[rows].tolist(),
-                nbytes.tolist(),
+                m.chunk_nbytes[rows].tolist(),
                 split_digests(m.chunk_digests[rows]),
                 strict=True,
             )
