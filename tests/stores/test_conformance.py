@@ -16,7 +16,7 @@ import pytest
 
 from reshard.stores.local import LOCK_FILE, LocalStore
 from reshard.stores.memory import MemoryStore
-from reshard.stores.protocol import Store, VersionConflict
+from reshard.stores.protocol import Mappable, Store, VersionConflict
 from support.failing_system import refusing
 
 
@@ -322,6 +322,24 @@ class StoreTests:
         assert seen
         assert set(seen) <= set(contents)
 
+    def test_a_file_that_can_be_mapped_is_mapped_as_private_memory(self, store: Store) -> None:
+        store.create()
+        content = bytes(range(256)) * 40
+        put(store, "a", content)
+        put(store, "empty", b"")
+        reader, empty = store.open_reader("a"), store.open_reader("empty")
+        if isinstance(reader, Mappable) and isinstance(empty, Mappable):
+            memory, other = reader.map(), reader.map()
+            assert empty.map() == b""
+            reader.close()
+            store.delete("a")
+            assert memory == content
+            memory[5] = 77
+            assert memory[5] == 77
+            assert other == content
+        reader.close()
+        empty.close()
+
     def test_all_that_was_written_can_be_synced(self, store: Store) -> None:
         store.create()
         put(store, "a", b"1")
@@ -334,6 +352,15 @@ class TestLocalStore(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return LocalStore(tmp_path / "some" / "place")
+
+    def test_a_file_that_cannot_be_mapped_is_an_error_that_names_it(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path)
+        put(store, "a", b"123")
+        reader = store.open_reader("a")
+        reader.close()
+
+        with pytest.raises(OSError, match=r"Bad file descriptor.*/a"):
+            reader.map()
 
     def test_a_directory_is_made_with_its_parents(self, tmp_path: Path) -> None:
         LocalStore(tmp_path / "a" / "b" / "c").create()

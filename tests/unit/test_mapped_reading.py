@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import shutil
@@ -10,16 +11,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import reshard
 from reshard.api import CheckpointException, CorruptCheckpointError
+from reshard.checkpoint.shard_files import ShardFiles
+from reshard.checkpoint.to_metadata import to_metadata
+from reshard.checkpoint.views import view_items
 from reshard.engine import writing
+from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader, FileSystemWriter
 from reshard.operations.read import read_all_keys
 from reshard.planning.columns import DTYPES
+from reshard.plans.local_load_plan import build_read_items
 from reshard.stores import local
+from reshard.stores.local import LocalStore
 from reshard.stores.memory import MemoryStore
 from reshard.stores.protocol import Store
 from reshard.tensors.shards import HeldShards, LocalShard
@@ -217,6 +225,22 @@ def test_a_store_without_maps_is_read() -> None:
 
     assert torch.equal(loaded["x"], shared)
     assert loaded["x"] is loaded["tied"]
+
+
+def test_a_chunk_with_a_codec_is_not_viewed(tmp_path: Path) -> None:
+    save({"a": torch.arange(3), "b": torch.arange(3)}, tmp_path)
+    reader = FileSystemReader(tmp_path)
+    manifest = reader.read_metadata().storage_data.manifest
+    encoded = dataclasses.replace(manifest, chunk_codecs=np.array([0, 1]), codec_names=["zstd"])
+    blanks = {name: torch.empty(3, dtype=torch.int64, device="meta") for name in "ab"}
+    items = build_read_items(blanks, to_metadata(manifest, ""))
+
+    views, left = view_items(
+        items.columns(), blanks, ShardFiles(LocalStore(tmp_path), encoded, Verify.OFF), Verify.OFF
+    )
+
+    assert list(views) == ["a"]
+    assert [left.names[i] for i in left.dest_names] == ["b"]
 
 
 # What is checked

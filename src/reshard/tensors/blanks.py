@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from reshard.tensors.flatten import traverse_state_dict
 from reshard.tensors.materialise import with_local
 from reshard.tensors.nesting import Walk
-from reshard.tensors.paths import StatePath, get_element, set_element
+from reshard.tensors.paths import StatePath, get_element, set_elements
 from reshard.tensors.shards import is_dense, is_plain, plain_local_tensor
 
 
@@ -79,6 +79,7 @@ class BlankState:
         Stand-ins are left out, unless their identity is in `filled`.
         """
         dressed: dict[tuple[int, bool], torch.Tensor] = {}
+        places: list[tuple[StatePath, Any]] = []
 
         def put(path: StatePath, new: Any) -> None:
             if id(new) in self._stand_ins and id(new) not in filled:
@@ -89,9 +90,10 @@ class BlankState:
             if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
                 key = id(new), isinstance(old, nn.Parameter)
                 new = dressed.setdefault(key, _dressed(new, old))
-            set_element(original, path, new)
+            places.append((path, new))
 
         traverse_state_dict(loaded, put)
+        set_elements(original, places)
 
 
 def with_ties(owner: Any, state: Any) -> Any:

@@ -211,7 +211,7 @@ def set_elements(
     container: Any = None
     for path, value in elements:
         above = path[:-1]
-        if above != last or type(container) is not dict:
+        if above != last or not isinstance(container, dict):
             set_element(root_dict, path, value)
             last, container = above, get_element(root_dict, above)
         else:
