@@ -36,7 +36,8 @@ def tensor_in(
         return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
     # As a tensor that is nobody's view, as if it had been allocated.
-    return flat if len(shape) == 1 else flat.view(shape).data
+    # Extents one by one: torch takes longer to look into a tuple.
+    return flat if len(shape) == 1 else (flat.view(*shape) if shape else flat[0]).data
 
 
 class BounceBuffer:

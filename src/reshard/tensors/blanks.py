@@ -34,12 +34,12 @@ def _any_blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def is_blank(value: Any) -> bool:
     """Whether `value` has no memory, and may get any CPU memory of its shape and dtype."""
-    local = value if is_plain(value) else plain_local_tensor(value)
-    if local is None or not local.is_meta or not is_dense(local):
+    if is_plain(value):
+        return value.is_meta and is_dense(value)
+    local = plain_local_tensor(value) if isinstance(value, DTensor) else None
+    if local is None or value.device_mesh.device_type != "cpu":
         return False
-    return is_plain(value) or (
-        isinstance(value, DTensor) and value.device_mesh.device_type == "cpu"
-    )
+    return local.is_meta and is_dense(local)
 
 
 def blank_layout(blank: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]] | None:
