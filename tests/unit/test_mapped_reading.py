@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import reshard
 from reshard.api import CheckpointException, CorruptCheckpointError
@@ -297,6 +298,42 @@ def test_headers_and_sizes_of_files_are_always_checked(tmp_path: Path) -> None:
     os.truncate(shard, shard.stat().st_size - 1)
     with pytest.raises(CorruptCheckpointError, match="were written"):
         reshard.read_state_dict(tmp_path / "b", mmap=True, verify="off")
+
+
+# Files of another checkpoint
+
+
+def test_chunks_of_a_base_are_views_of_its_files(tmp_path: Path) -> None:
+    state_dict = {"frozen": torch.arange(5000.0), "adapter": torch.zeros(4)}
+    base = save(state_dict, tmp_path / "base")
+    state_dict["adapter"] += 1
+    reshard.save(state_dict, checkpoint_id=tmp_path / "next", base=base)
+
+    loaded = reshard.read_state_dict(tmp_path / "next", mmap=True)
+
+    assert torch.equal(loaded["frozen"], torch.arange(5000.0))
+    assert is_mapped(loaded["frozen"], base)
+    assert loaded["adapter"].tolist() == [1.0] * 4
+    assert is_mapped(loaded["adapter"], tmp_path / "next")
+
+
+def test_a_file_that_only_its_content_identifies_is_checked_before_it_is_viewed(
+    tmp_path: Path,
+) -> None:
+    pretrained = tmp_path / "hf"
+    pretrained.mkdir()
+    frozen = torch.arange(5000.0)
+    save_file({"frozen": frozen}, pretrained / "model.safetensors")
+    state_dict = {"frozen": frozen, "adapter": torch.zeros(4)}
+    reshard.save(state_dict, checkpoint_id=tmp_path / "tuned", base=pretrained)
+
+    loaded = reshard.read_state_dict(tmp_path / "tuned", mmap=True)
+    assert torch.equal(loaded["frozen"], frozen)
+    assert is_mapped(loaded["frozen"], pretrained)
+
+    damage(pretrained, at=-1)
+    with pytest.raises(CorruptCheckpointError, match="'frozen'"):
+        reshard.read_state_dict(tmp_path / "tuned", mmap=True)
 
 
 # What happens to the files meanwhile

@@ -45,8 +45,7 @@ def view_items(
         return {}, columns
     is_viewed = np.fromiter((name in found for name in columns.names), bool, len(columns.names))
     is_viewed = is_viewed[columns.dest_names]
-    if verify is not Verify.OFF:
-        _verify(columns.select(is_viewed), files, verify)
+    _verify(columns.select(is_viewed), files, verify)
     return found, columns.select(~is_viewed)
 
 
@@ -174,14 +173,20 @@ def _in_maps(runs: Iterator[_Run], files: ShardFiles) -> dict[str, torch.Tensor]
 
 
 def _verify(columns: ReadColumns, files: ShardFiles, verify: Verify) -> None:
-    """Read the chunks that views lie in, and compare them with their checksums."""
+    """Read the chunks that views lie in, as far as asked for, and compare their digests.
+
+    Those of files that nothing else identifies are always read.
+    """
     m = files.manifest
+    if verify is Verify.OFF and m.file_origins is None:
+        return
     rows = columns.rows_in(m.table)
+    is_checked = np.full(len(rows), verify is Verify.FULL)
     if verify is Verify.CHUNKS:
         width = columns.regions.shape[2]
-        whole = (columns.regions[:, 4] == m.chunk_sizes[rows, :width]).all(axis=1)
-        rows = rows[whole]
-    rows = np.unique(rows)
+        is_checked = (columns.regions[:, 4] == m.chunk_sizes[rows, :width]).all(axis=1)
+    suspects = [file_id for file_id in range(len(m.files)) if files.is_suspect(file_id)]
+    rows = np.unique(rows[is_checked | np.isin(m.chunk_files[rows], suspects)])
     owners = m.table.owners[rows]
     check_chunks(
         [
