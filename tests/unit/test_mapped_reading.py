@@ -355,6 +355,29 @@ def test_tensors_stay_as_they_are_when_the_checkpoint_is_replaced_and_deleted(
     assert first.unique().tolist() == [1.0]
 
 
+def test_views_can_be_saved_to_the_place_that_they_view(tmp_path: Path) -> None:
+    save({"x": torch.arange(5000), "y": torch.ones(3)}, tmp_path)
+    loaded = reshard.read_state_dict(tmp_path, mmap=True)
+    loaded["y"] += 1
+
+    save(loaded, tmp_path)
+    reshard.async_save(loaded, checkpoint_id=tmp_path).result()
+
+    again = reshard.read_state_dict(tmp_path)
+    assert torch.equal(again["x"], torch.arange(5000))
+    assert again["y"].tolist() == [2.0] * 3
+    assert torch.equal(loaded["x"], torch.arange(5000))
+
+
+def test_a_view_can_be_moved_to_shared_memory(tmp_path: Path) -> None:
+    save({"x": torch.arange(5000)}, tmp_path)
+    loaded = reshard.read_state_dict(tmp_path, mmap=True)["x"].share_memory_()
+
+    assert loaded.is_shared()
+    assert torch.equal(loaded, torch.arange(5000))
+    assert mapped_files(tmp_path) == []
+
+
 # Memory
 
 MEGABYTES = 64
