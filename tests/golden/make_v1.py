@@ -5,6 +5,10 @@ into another directory (`make_v1.py PATH`) to compare. Ranks are simulated in on
 
 - `v1`: four ranks on a 2 x 2 mesh, saved with collectives.
 - `v1-parts`: two ranks, saved without; one value in it is a pickle.
+- `v1-references`: `step` refers to `base`, both of two ranks; `tuned` to the file in `model`, which
+  no save made; `tuned-parts` to both, saved without collectives.
+- `v1-codecs`: two ranks, compressed.
+- `v1-fingerprints`: four ranks, with fingerprints.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard
 
 SAVE_ID = "01234567-89ab-4cde-8f01-23456789abcd"
@@ -151,13 +156,75 @@ def parts_state(rank: int) -> dict[str, Any]:
     }
 
 
+def layered_state(step: int, mesh: Any = None) -> dict[str, Any]:
+    """Weights that never change, an adapter that does."""
+    frozen = torch.arange(64, dtype=torch.float32).reshape(8, 8)
+    tied = torch.arange(10, dtype=torch.int16)
+    adapter = torch.full((4, 2), float(step))
+    if mesh is not None:
+        frozen = distributed(frozen, mesh, [Shard(0)])
+        adapter = distributed(adapter, mesh, [Shard(0)])
+    model = {"frozen": frozen, "tied": tied, "also": tied, "adapter": adapter}
+    return {"model": model, "step": step}
+
+
+def compressible_state(mesh: Any = None) -> dict[str, Any]:
+    """Tensors of one, two and eight bytes an element, of several frames; and some too small."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 1 << 15, (1000, 1100), generator=generator, dtype=torch.int16)
+    state = {
+        "wide": (noise & 255).to(torch.int64)[:400],
+        "weights": (noise & 127 | 16000).view(torch.bfloat16),
+        "bytes": (noise & 3).to(torch.uint8),
+        "noise": noise[:100].contiguous(),
+        "small": torch.arange(5),
+    }
+    if mesh is not None:
+        state["weights"] = distributed(state["weights"], mesh, [Shard(1)])
+    return {**state, "value": "as it is"}
+
+
+def fingerprinted_tensors() -> dict[str, torch.Tensor]:
+    """Shapes for which rows, words and blocks differ."""
+    generator = torch.Generator().manual_seed(1)
+
+    def bits(*shape: int) -> torch.Tensor:
+        return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+
+    return {
+        "matrix": bits(6, 4 * 150).view(torch.float32),
+        "narrow": bits(30, 3 * 2).view(torch.bfloat16),
+        "long": bits(9000 * 2).view(torch.int16),
+        "odd": bits(7, 5, 13),
+        "scalar": bits(8).view(torch.int64).reshape(()),
+        "cube": bits(4, 6, 8 * 8).view(torch.complex64),
+    }
+
+
+def fingerprinted_state(rank: int) -> dict[str, Any]:
+    mesh = mesh_of(2, 2)
+    placements = {"matrix": (Shard(0), Shard(1)), "long": (Shard(0), Shard(0)),
+                  "cube": (Shard(2), Shard(0)), "narrow": (Shard(1), Replicate())}  # fmt: skip
+    return {
+        name: distributed(full, mesh, placements[name]) if name in placements else full
+        for name, full in fingerprinted_tensors().items()
+    }
+
+
 def save_on_ranks(
-    path: Path, world_size: int, build: Callable[[int], dict[str, Any]], use_collectives: bool
+    path: Path,
+    world_size: int,
+    build: Callable[[int], dict[str, Any]],
+    use_collectives: bool,
+    save_id: str = SAVE_ID,
+    **settings: Any,
 ) -> None:
     """A save of several ranks, one after the other, in the order of a real one."""
     planners = [reshard.DefaultSavePlanner() for _ in range(world_size)]
     writers = [reshard.FileSystemWriter(path, thread_count=1) for _ in range(world_size)]
-    writers[0].save_id = SAVE_ID
+    writers[0].save_id = save_id
+    for writer in writers:
+        vars(writer).update(settings)
     plans = []
     for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
         with as_rank(rank, world_size):
@@ -193,6 +260,27 @@ def _write(planner: Any, writer: Any, plan: Any, metadata: Any) -> None:
 def make(directory: Path) -> None:
     save_on_ranks(directory / "v1", 4, sharded_state, use_collectives=True)
     save_on_ranks(directory / "v1-parts", 2, parts_state, use_collectives=False)
+    make_references(directory / "v1-references")
+    save_on_ranks(
+        directory / "v1-codecs", 2, lambda rank: compressible_state(mesh_of(2)), True,
+        compress="zstd",
+    )  # fmt: skip
+    save_on_ranks(directory / "v1-fingerprints", 4, fingerprinted_state, True, fingerprint=True)
+
+
+def make_references(directory: Path) -> None:
+    def build(step: int) -> Callable[[int], dict[str, Any]]:
+        return lambda rank: layered_state(step, mesh_of(2))
+
+    save_on_ranks(directory / "base", 2, build(1), True)
+    other = "11234567-89ab-4cde-8f01-23456789abcd"
+    save_on_ranks(directory / "step", 2, build(2), True, other, base=directory / "base")
+    model = layered_state(1)["model"]
+    (directory / "model").mkdir()
+    save_file({"frozen": model["frozen"]}, directory / "model" / "model.safetensors")
+    tuned, parts = (number + SAVE_ID[1:] for number in "23")
+    save_on_ranks(directory / "tuned", 2, build(3), True, tuned, base=directory / "model")
+    save_on_ranks(directory / "tuned-parts", 2, build(4), False, parts, base=directory / "tuned")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+import zstandard
 
 import reshard
 from reshard.api import UnsafeValueError
@@ -188,7 +190,7 @@ class PlainReader:
         self.directory = directory
         self.manifests = [self._manifest(".metadata")]
         notes = self.manifests[0]["notes"]
-        assert notes.get("requires", "parts") == "parts"
+        assert set(notes.get("requires", "").split()) <= {"parts", "references", "codecs"}
         if "parts" in notes:
             world, save = int(notes["parts"]), notes["save_id"].replace("-", "")[:16]
             names_of_parts = [f".metadata.{r}-of-{world}.{save}" for r in range(world)]
@@ -221,8 +223,13 @@ class PlainReader:
                 )
             else:
                 columns[entry] = data
-        for entry in ("tensors.names", "tensors.dtype_names", "values.names", "files.paths"):
-            columns[entry] = msgspec.msgpack.decode(columns[entry])
+        lists = ("tensors.names", "tensors.dtype_names", "values.names", "files.paths")
+        for entry in (*lists, "codecs.names", "origins.locations", "origins.save_ids"):
+            if entry in columns:
+                columns[entry] = msgspec.msgpack.decode(columns[entry])
+        required = notes.get("requires", "").split()
+        assert ("origins.locations" in columns) == ("references" in required)
+        assert ("chunks.codecs" in columns) == ("codecs" in required)
         columns["notes"] = notes
         return columns
 
@@ -256,23 +263,53 @@ class PlainReader:
             offsets, sizes = manifest["chunks.offsets"][chunk], manifest["chunks.sizes"][chunk]
             assert set(offsets[dims:]) <= {0}, "padding"
             assert set(sizes[dims:]) <= {1}, "padding"
-            nbytes = math.prod(sizes) * itemsize
+            nbytes = stored = math.prod(sizes) * itemsize
+            codec = manifest["chunks.codecs"][chunk] if "chunks.codecs" in manifest else 0
+            if codec:
+                stored = manifest["chunks.stored_nbytes"][chunk]
             data = self._bytes(
                 manifest,
                 manifest["chunks.files"][chunk],
                 manifest["chunks.begins"][chunk],
-                nbytes,
+                stored,
             )
+            if codec:
+                assert manifest["codecs.names"][codec - 1] == "planes-zstd"
+                data = _decode_planes(data, nbytes)
+            probe = xxhash.xxh3_64_intdigest(data[:4096])
+            if probe != manifest["chunks.probes"][chunk] % (1 << 64):
+                raise Damaged("probe")
             if xxhash.xxh3_128_digest(data) != manifest["chunks.digests"][16 * chunk :][:16]:
                 raise Damaged("digest")
             assert manifest["chunks.begins"][chunk] % itemsize == 0, "alignment"
             yield tuple(offsets[:dims]), tuple(sizes[:dims]), data
 
     def _bytes(self, manifest: dict[str, Any], file: int, begin: int, nbytes: int) -> bytes:
-        raw = (self.directory / manifest["files.paths"][file]).read_bytes()
+        directory, save_id = self.directory, manifest["notes"]["save_id"]
+        origin = manifest["files.origins"][file] if "files.origins" in manifest else -1
+        if origin >= 0:
+            location = manifest["origins.locations"][origin]
+            assert re.fullmatch(r"(\.\./)+[^/.][^/]*(/[^/.][^/]*)*", location)
+            directory, save_id = directory / location, manifest["origins.save_ids"][origin]
+        raw = (directory / manifest["files.paths"][file]).read_bytes()
+        header = raw[: manifest["files.header_nbytes"][file]]
+        if xxhash.xxh3_64_intdigest(header) != manifest["files.header_checksums"][file] % (1 << 64):
+            raise Damaged("header")
+        notes = json.loads(header[8:]).get("__metadata__", {})
+        assert notes.get("save_id", "") == save_id
         if len(raw) != manifest["files.nbytes"][file] or begin + nbytes > len(raw):
             raise Damaged("size")
         return raw[begin : begin + nbytes]
+
+    def fingerprints(self) -> dict[str, tuple[int, int]]:
+        """The sums of what the manifest says of the chunks of each tensor."""
+        (manifest,) = self.manifests
+        found = {}
+        for row, name in enumerate(manifest["tensors.names"]):
+            chunks = range(*manifest["tensors.chunk_starts"][row : row + 2])
+            parts = [manifest["chunks.fingerprints"][chunk] for chunk in chunks]
+            found[name] = tuple(sum(column) % (1 << 64) for column in zip(*parts, strict=True))
+        return found
 
     def values(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -317,6 +354,78 @@ class PlainReader:
             _put(place, path[-1], content.pop(name))
         assert not content, "names without a path"
         return root
+
+
+def _decode_planes(data: bytes, nbytes: int) -> bytes:
+    """What an encoded chunk stands for."""
+    assert data[:5] == b"RSPL\x01"
+    width, (frame_bytes,) = data[5], struct.unpack("<I", data[8:12])
+    (content_bytes,) = struct.unpack("<Q", data[16:24])
+    count = -(-nbytes // frame_bytes)
+    row_bytes = 16 + 4 * width
+    rows = data[32 : 32 + count * row_bytes]
+    if content_bytes != nbytes or struct.unpack("<Q", data[24:32])[0] != xxhash.xxh3_64_intdigest(
+        data[:24] + rows
+    ):
+        raise Damaged("index")
+    content, at = b"", 32 + len(rows)
+    for number in range(count):
+        row = rows[number * row_bytes :][:row_bytes]
+        stored, decoded, *words = struct.unpack(f"<QQ{width}I", row)
+        length = min(frame_bytes, nbytes - number * frame_bytes)
+        begin, planes = at, []
+        for word in words:
+            kind, size = word >> 24, word & 0xFFFFFF
+            plane = data[at : at + size]
+            if kind == 1:
+                plane = zstandard.ZstdDecompressor().decompress(plane)
+            assert len(plane) == length // width
+            planes.append(plane)
+            at += size
+        frame = bytes(itertools.chain.from_iterable(zip(*planes, strict=True)))
+        if (xxhash.xxh3_64_intdigest(data[begin:at]), xxhash.xxh3_64_intdigest(frame)) != (
+            stored,
+            decoded,
+        ):
+            raise Damaged("frame")
+        content += frame
+    assert len(data) == -(-at // 8) * 8
+    assert not any(data[at:])
+    return content
+
+
+def _fingerprint(tensor: StoredTensor) -> tuple[int, int]:
+    """By the definition in the specification, one word after the other."""
+    dtype, shape, data = tensor
+    itemsize, modulus = ITEMSIZES.get(dtype, 1), 1 << 64
+
+    def mix(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % modulus
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % modulus
+        return z ^ z >> 31
+
+    def weight(stream: int, position: int) -> int:
+        return mix((mix(stream) + (position + 1) * 0x9E3779B97F4A7C15) % modulus)
+
+    dims = len(shape)
+    first = next((d for d in range(dims, -1, -1) if math.prod(shape[d:]) * itemsize >= 512), 0)
+    row_bytes = math.prod(shape[first:]) * itemsize
+    blocks = -(-row_bytes // 8192)
+    sums = [0, 0]
+    for row in range(len(data) // row_bytes):
+        whole = data[row * row_bytes :][:row_bytes]
+        whole += b"\0" * (-row_bytes % 8)
+        for block in range(blocks):
+            words = whole[8192 * block :][:8192]
+            number = row * blocks + block
+            a = b = 0
+            for position in range(len(words) // 8):
+                word = words[8 * position :][:8]
+                a += weight(1, position) * int.from_bytes(word, "little")
+                b += weight(2, position) * int.from_bytes(word, "big")
+            sums[0] += weight(3, number) * a + weight(4, number) * b
+            sums[1] += weight(5, number) * a + weight(6, number) * b
+    return sums[0] % modulus, sums[1] % modulus
 
 
 class Position(int):
@@ -458,3 +567,42 @@ def test_the_keys_of_golden_shard_files_name_regions() -> None:
     assert {f"sharded.both[{r},{c}]" for r in ("0:3", "3:5") for c in ("0:4", "4:7")} <= keys
     assert {"sharded.whole", "shapes.scalar", "values.none", "模型.слой.é/☃"} <= keys
     assert "tied.other" not in keys
+
+
+REFERENCES, CODECS, FINGERPRINTS = (
+    HERE / f"v1-{feature}" for feature in ("references", "codecs", "fingerprints")
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("base", 1), ("step", 2), ("tuned", 3), ("tuned-parts", 4)]
+)
+def test_golden_references_load(name: str, step: int) -> None:
+    expected = make_v1.layered_state(step)
+    check_same(reshard.read_state_dict(REFERENCES / name), expected)
+    assert PlainReader(REFERENCES / name).nested() == as_plain(expected)
+
+
+def test_golden_references_are_references() -> None:
+    def holds(name: str) -> list[bool]:
+        files = (REFERENCES / name).glob("*.safetensors")
+        return [b"frozen" in path.read_bytes() for path in files]
+
+    assert holds("base") == [True, True]
+    assert not any(holds("step") + holds("tuned") + holds("tuned-parts"))
+
+
+def test_the_golden_codecs_load() -> None:
+    expected = make_v1.compressible_state()
+    check_same(reshard.read_state_dict(CODECS), expected)
+    assert PlainReader(CODECS).nested() == as_plain(expected)
+
+
+def test_the_golden_fingerprints_are_those_of_the_specification() -> None:
+    reader = PlainReader(FINGERPRINTS)
+    tensors = reader.tensors()
+    assert reader.fingerprints() == {name: _fingerprint(each) for name, each in tensors.items()}
+    state = blank(make_v1.fingerprinted_tensors())
+    report = reshard.load(state, checkpoint_id=FINGERPRINTS, verify="fingerprint", no_dist=True)
+    assert report.verified == len(tensors)
+    check_same(state, make_v1.fingerprinted_tensors())
