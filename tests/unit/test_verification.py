@@ -139,6 +139,29 @@ def test_damage_is_found_after_the_load_and_values_keep_their_checksums(checkpoi
             reshard.read_state_dict(checkpoint, verify="fingerprint")
 
 
+def test_views_of_files_are_verified(checkpoint: Path) -> None:
+    def load() -> int:
+        state = {"w": torch.zeros(6, 4, device="meta"), "b": torch.zeros(5)}
+        return reshard.load(
+            state, checkpoint_id=checkpoint, verify="fingerprint", assign=True
+        ).verified
+
+    assert load() == 2
+    assert torch.equal(
+        reshard.read_state_dict(checkpoint, mmap=True, verify="fingerprint")["w"], WEIGHT
+    )
+    metadata = reshard.FileSystemReader(checkpoint).read_metadata()
+    where = next(i.offset for k, i in metadata.storage_data.items() if k.fqn == "w")
+    (file,) = checkpoint.glob("*.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[where] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
+        load()
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
+        reshard.read_state_dict(checkpoint, mmap=True, verify="fingerprint")
+
+
 def test_a_region_cannot_be_verified_by_fingerprint(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="no fingerprint of its own"):
         reshard.read_tensor(checkpoint, "w", verify="fingerprint")  # type: ignore[arg-type]
