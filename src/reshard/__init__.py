@@ -1,7 +1,7 @@
 """Distributed checkpoints for PyTorch: save on any mesh, load on any other."""
 
 from reshard.api import CheckpointException
-from reshard.checkpoints import delete, materialise
+from reshard.checkpoints import Comparison, delete, materialise, same
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.filesystem import FileSystemReader, FileSystemWriter
 from reshard.metadata import (
@@ -28,6 +28,7 @@ __all__ = [
     "BytesStorageMetadata",
     "CheckpointException",
     "ChunkStorageMetadata",
+    "Comparison",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "FileSystemReader",
@@ -55,6 +56,7 @@ __all__ = [
     "prewarm",
     "read_state_dict",
     "read_tensor",
+    "same",
     "save",
     "save_state_dict",
 ]

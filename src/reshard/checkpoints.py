@@ -1,13 +1,14 @@
-"""Stored checkpoints as wholes: make one whole, delete one. One process does it."""
+"""Stored checkpoints as wholes: make one whole, delete one, compare two. One process does it."""
 
 from __future__ import annotations
 
 import os
 
+from reshard.operations.comparison import Comparison, compare
 from reshard.operations.upkeep import delete as _delete
 from reshard.operations.upkeep import make_whole
 
-__all__ = ["delete", "materialise"]
+__all__ = ["Comparison", "delete", "materialise", "same"]
 
 
 def materialise(
@@ -30,3 +31,14 @@ def delete(checkpoint_id: str | os.PathLike[str], *, materialise: bool = False) 
     names them. What is not of a checkpoint stays.
     """
     _delete(checkpoint_id, materialise)
+
+
+def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:
+    """Whether two checkpoints hold the same data, whatever their layouts.
+
+    Only the manifests are read. Tensors that are cut in the same way on both sides are compared
+    by the digests of their chunks, others by their fingerprints (`save(..., fingerprint=True)`),
+    values by their checksums. The result is true if everything is there on both sides and equal,
+    and names what is not.
+    """
+    return compare(first, second)

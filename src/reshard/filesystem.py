@@ -229,6 +229,7 @@ class FileSystemWriter(StorageWriter):
             self.thread_count,
             self.is_coordinator,
             self.unchanged,
+            self.fingerprint,
         )
         save, base = self._open_save(), self._open_base()
         return write_items(plan.items, planner, save, rank, int(first), options, base)

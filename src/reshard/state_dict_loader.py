@@ -38,7 +38,7 @@ def load(
     strict: bool | Literal["exact"] = True,
     rename: Rename | None = None,
     exclude: Sequence[str] = (),
-    verify: Literal["off", "chunks", "full"] | None = None,
+    verify: Literal["off", "chunks", "full", "fingerprint"] | None = None,
     allow_pickle: bool = False,
     assign: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -57,8 +57,13 @@ def load(
     `rename` maps names of the checkpoint, or their dotted prefixes, to names of the state
     dict: `{"model": ""}` takes a prefix away, `{"": "model"}` puts one before all names.
     `verify` says which chunks are checked against their checksums: those read whole
-    (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). A rank
-    that does not answer for `timeout_seconds` counts as failed; 0 means no limit.
+    (`"chunks"`, the default), all that are touched (`"full"`), or none (`"off"`). With
+    `"fingerprint"`, which needs a checkpoint saved with `fingerprint=True`, no chunk is checked
+    while it is read; instead all ranks together compare what is in memory afterwards with what
+    was saved, whatever the layouts. A difference is a `CorruptCheckpointError` that names the
+    tensors, whose memory then holds what was loaded. `LoadReport.verified` says for how many
+    tensors it held: not for those that were cast, loaded in part, or filled by code of a custom
+    planner. A rank that does not answer for `timeout_seconds` counts as failed; 0 means no limit.
 
     With `assign`, tensors are not filled but replaced, which is for templates on the meta
     device and for those that nobody needs any more. The new tensors are views of the files
@@ -124,7 +129,7 @@ def read_state_dict(
     keys: set[str] | str | None = None,
     *,
     mmap: bool = False,
-    verify: Literal["off", "chunks", "full"] | None = None,
+    verify: Literal["off", "chunks", "full", "fingerprint"] | None = None,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
     """A checkpoint, or what lies at or below `keys` in it, as whole CPU tensors.

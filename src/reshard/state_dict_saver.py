@@ -72,6 +72,11 @@ def save(
     Face, chunks that it holds with the same name, region and bytes are not written: the new
     checkpoint refers to them, and the base must be kept (`delete` sees to that; `materialise`
     ends it). `frozen` matters to `async_save` only.
+
+    With `fingerprint`, the checkpoint keeps a fingerprint of each tensor that does not depend on
+    the layout: `load(..., verify="fingerprint")` and `same` compare by it. With `check_replicas`,
+    ranks that hold the same region of a tensor compare what they hold before anything is
+    written; a difference is a `ReplicaConflictError` that names the tensor and the ranks.
     """
     return save_now(
         state_dict,

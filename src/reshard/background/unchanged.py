@@ -138,7 +138,10 @@ def find_unchanged(
             trusted = stamp
         else:
             continue
-        digest = _digest_in_base(base, content, tensor)
+        if settings.check_replicas:
+            # Replicas are compared by what was copied.
+            continue
+        digest = _digest_in_base(base, content, tensor, settings.fingerprint)
         if digest is not None:
             found.kept.append(_Kept(content, tensor, digest, trusted))
     return found
@@ -175,10 +178,17 @@ def _contents(state_dict: Mapping[str, Any]) -> Iterator[tuple[Content, torch.Te
             )
 
 
-def _digest_in_base(base: Base, content: Content, tensor: torch.Tensor) -> bytes | None:
-    """The digest of what the base holds, unless the first bytes differ already."""
+def _digest_in_base(
+    base: Base, content: Content, tensor: torch.Tensor, fingerprint: bool
+) -> bytes | None:
+    """The digest of what the base holds, unless the first bytes differ already.
+
+    With `fingerprint`, the base must have that as well: without a copy it cannot be computed.
+    """
     candidate = base.find(content)
     if candidate is None or content.name in _history().distrusted:
+        return None
+    if fingerprint and candidate.fingerprint is None:
         return None
     first = signed(probe(byte_view(tensor))) if is_direct(tensor) else None
     stored = base.hash(candidate, first)

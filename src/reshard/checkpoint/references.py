@@ -65,6 +65,11 @@ class References:
     def __contains__(self, position: int) -> bool:
         return position in self._found
 
+    def without_fingerprints(self) -> list[int]:
+        """Contents that need not be written, but whose fingerprints the base does not know."""
+        found = sorted(self._found.items())
+        return [row for row, (candidate, _) in found if candidate.fingerprint is None]
+
     def record(self, written: WrittenColumns) -> None:
         """Enter where the contents are that need not be written."""
         files = {file: number for number, file in enumerate(written.files)}
@@ -73,6 +78,8 @@ class References:
             written.begins[position] = candidate.begin
             written.stored_nbytes[position] = candidate.stored_nbytes
             written.checksums[position] = hashed.probe
+            if candidate.fingerprint is not None:
+                written.fingerprints[position] = candidate.fingerprint
             if candidate.codec:
                 if candidate.codec not in written.codecs:
                     written.codecs.append(candidate.codec)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from reshard.api import PlanError, _note_on_error
@@ -22,11 +23,13 @@ from reshard.checkpoint.directory import shard_name
 from reshard.checkpoint.open_save import OpenSave
 from reshard.checkpoint.references import References
 from reshard.engine.collector import paused_collection
+from reshard.engine.fingerprints import Fingerprints, fingerprint_contents
 from reshard.engine.progress import watched
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import Content, region_key, write_file
 from reshard.format.values import is_pickled
 from reshard.planner import SavePlanner, WriteItem, WriteItemType
+from reshard.planning.columns import Ints
 from reshard.plans.results import WriteResults, WrittenColumns, WrittenFile
 from reshard.plans.traits import save_traits
 from reshard.plans.write_items import WriteItems, untouched_items
@@ -46,6 +49,7 @@ class WriteOptions:
     shows_progress: bool
     unchanged: Collection[str] = ()
     """Tensors that are known to be as they were in the base."""
+    fingerprint: bool = False
 
 
 def write_items(
@@ -67,6 +71,7 @@ def write_items(
     if any(pickled):
         _warn_of_pickles([c.key for c, p in zip(contents, pickled, strict=True) if p], store)
     written = WrittenColumns.of([content.nbytes for content in contents], pickled)
+    written.has_fingerprints = options.fingerprint
     # At least two threads: while one waits for the disk, the other copies and hashes. But a
     # custom planner need not be thread-safe.
     threads = options.thread_count or (max(2, default_threads()) if keeps_values else 1)
@@ -75,6 +80,10 @@ def write_items(
         references = References(base, options.unchanged)
         references.find(contents, threads)
         references.record(written)
+        if options.fingerprint:
+            lacking = references.without_fingerprints()
+            found = fingerprint_contents([contents[row] for row in lacking], threads)
+            written.fingerprints[lacking] = found.view(np.int64)
         rows = [row for row in rows if row not in references]
     groups = [rows] if options.single_file else [[row] for row in rows]
     total_bytes = int(written.nbytes[rows].sum())
@@ -85,7 +94,7 @@ def write_items(
             try:
                 file = write_file(
                     store, key, [contents[row] for row in group], threads, options.durable,
-                    progress.advance, save.save_id,
+                    progress.advance, save.save_id, options.fingerprint,
                 )  # fmt: skip
             except FileNotFoundError as error:
                 if store.list():
@@ -98,7 +107,21 @@ def write_items(
             written.begins[group] = file.begins
             written.checksums[group] = file.checksums
             written.digests[group] = file.digests
+            written.fingerprints[group] = file.fingerprints
     return WriteResults(items, written)
+
+
+def fingerprint_items(items: Sequence[WriteItem], positions: Ints, planner: Any) -> Fingerprints:
+    """The fingerprints of some items of a plan, which are chunks."""
+    keeps_values = save_traits(planner).keeps_values
+    chosen: Sequence[WriteItem]
+    columns = untouched_items(items)
+    if columns is not None and columns.rows is None:
+        chosen = WriteItems(columns.base, positions)
+    else:
+        chosen = [items[position] for position in positions.tolist()]
+    contents, _ = _collect(chosen, planner, keeps_values, ())
+    return fingerprint_contents(contents, default_threads() if keeps_values else 1)
 
 
 def _warn_of_pickles(keys: Sequence[str], store: Store) -> None:

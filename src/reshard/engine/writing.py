@@ -26,6 +26,8 @@ from reshard.format.checksum import (
     signed,
 )
 from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
+from reshard.format.fingerprint import RegionFingerprint
+from reshard.format.word_sums import expect
 from reshard.planning.columns import Ints
 from reshard.stores.protocol import Store, Writer
 
@@ -60,6 +62,12 @@ class Content(msgspec.Struct, gc=False):
         source = self.source
         return source if isinstance(source, torch.Tensor | memoryview) else source()
 
+    def start_fingerprint(self) -> RegionFingerprint | None:
+        """What takes the bytes of a chunk, one after the other; None for other contents."""
+        if self.tensor_shape is None or self.offsets is None:
+            return None
+        return RegionFingerprint(self.dtype.itemsize, self.tensor_shape, self.offsets, self.shape)
+
 
 class Hashed(NamedTuple):
     """What stands for a content: for its first bytes, and for all of it."""
@@ -89,7 +97,8 @@ def hash_content(content: Content, expected_probe: int | None, bounce: BounceBuf
 class Written:
     """What became of the contents: where each begins in the file, its probe and its digest.
 
-    A content that is no chunk has its checksum in place of the probe.
+    A content that is no chunk has its checksum in place of the probe. Fingerprints are 0 for
+    what has none.
     """
 
     file_bytes: int
@@ -98,6 +107,7 @@ class Written:
     begins: Ints
     checksums: Ints
     digests: Digests
+    fingerprints: Ints
 
 
 def write_file(
@@ -108,10 +118,12 @@ def write_file(
     durable: bool,
     advance: Callable[[int], None] = lambda nbytes: None,
     save_id: str = "",
+    fingerprint: bool = False,
 ) -> Written:
     """Write `contents` as one safetensors file, which carries the id of its save.
 
-    `advance` is called with the bytes that were written, from several threads.
+    With `fingerprint`, the parts of chunks in the fingerprints of their tensors are computed on the
+    way. `advance` is called with the bytes that were written, from several threads.
     """
     order = sorted(range(len(contents)), key=lambda i: -_alignment(contents[i].dtype))
     with paused_collection():
@@ -119,10 +131,15 @@ def write_file(
     file_bytes = len(header) + sum(content.nbytes for content in contents)
 
     checksums, digests = np.zeros(len(contents), dtype=np.uint64), [_NO_DIGEST] * len(contents)
+    fingerprints = np.zeros((len(contents), 2), dtype=np.uint64)
+    if fingerprint:
+        expect(file_bytes)
     writer = store.open_writer(key, file_bytes)
     try:
         writer.write(0, [memoryview(header)])
         job = _Job(writer, contents, begins, checksums, digests, durable, advance)
+        if fingerprint:
+            job.fingerprints = fingerprints
         run_all(job.write, _batches(contents, order), threads)
         if durable:
             writer.sync()
@@ -135,6 +152,7 @@ def write_file(
         begins,
         checksums.view(np.int64),
         join_digests(digests),
+        fingerprints.view(np.int64),
     )
 
 
@@ -214,6 +232,8 @@ class _Job:
         self._begins = begins
         self._checksums = checksums
         self._digests = digests
+        self.fingerprints: npt.NDArray[np.uint64] | None = None
+        """Where they are to go, if they are to be computed."""
         self._durable = durable
         self._local = threading.local()
 
@@ -231,6 +251,10 @@ class _Job:
                 alive.append(data)
                 data = byte_view(data)
                 self._checksums[i], self._digests[i] = probe(data), digest(data)
+                part = self._start_fingerprint(i)
+                if part is not None:
+                    part.update(data)
+                self._end_fingerprint(i, part)
             else:
                 self._checksums[i] = checksum(data)
             self._check(i, len(data))
@@ -247,14 +271,24 @@ class _Job:
             return
         self._check(i, data.nbytes)
         position = begin = int(self._begins[i])
-        digester = Digester()
-        for part in pieces(data, _PIECE_BYTES, self._bounce()):
+        digester, part = Digester(), self._start_fingerprint(i)
+        for piece in pieces(data, _PIECE_BYTES, self._bounce()):
             if position == begin:
-                self._checksums[i] = probe(part)
-            digester.update(part)
-            self._write_piece(position, part)
-            position += len(part)
+                self._checksums[i] = probe(piece)
+            digester.update(piece)
+            if part is not None:
+                part.update(piece)
+            self._write_piece(position, piece)
+            position += len(piece)
         self._digests[i] = digester.digest()
+        self._end_fingerprint(i, part)
+
+    def _start_fingerprint(self, i: int) -> RegionFingerprint | None:
+        return None if self.fingerprints is None else self._contents[i].start_fingerprint()
+
+    def _end_fingerprint(self, i: int, part: RegionFingerprint | None) -> None:
+        if part is not None and self.fingerprints is not None:
+            self.fingerprints[i] = part.sums()
 
     def _write_piece(self, position: int, piece: memoryview) -> None:
         self._writer.write(position, [piece])

@@ -17,6 +17,7 @@ from reshard.coordination.exchange import TextExchange
 from reshard.default_planner import DefaultLoadPlanner
 from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.engine.reading import Verify
+from reshard.format.tables import Manifest
 from reshard.metadata import Metadata
 from reshard.operations.ranks import Ranks
 from reshard.operations.renaming import Rename, renamed
@@ -26,6 +27,12 @@ from reshard.operations.user_calls import (
     refuse_dcp,
     set_up_reader,
     with_defaults,
+)
+from reshard.operations.verification import (
+    FingerprintExchange,
+    count_verified,
+    find_held_regions,
+    manifest_with_fingerprints,
 )
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planning.columns import Bools
@@ -43,7 +50,8 @@ class LoadReport:
 
     `missing` are keys of the state dict that the checkpoint does not have and that were
     left as they were; `unexpected` are keys of the checkpoint that nobody asked for;
-    `excluded` are those that the caller did not want.
+    `excluded` are those that the caller did not want. `verified` is the number of tensors
+    that all ranks together hold as they were saved, by their fingerprints.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -52,6 +60,7 @@ class LoadReport:
     excluded: list[str] = field(default_factory=list)
     nbytes: int = 0
     seconds: float = 0.0
+    verified: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,9 @@ class LoadSettings:
         if self.strict not in (True, False, "exact"):
             raise ValueError(f"strict is True, False or 'exact', not {self.strict!r}")
         if self.verify not in (None, *(each.value for each in Verify), *Verify):
-            raise ValueError(f"verify is 'off', 'chunks' or 'full', not {self.verify!r}")
+            raise ValueError(
+                f"verify is 'off', 'chunks', 'full' or 'fingerprint', not {self.verify!r}"
+            )
         if not (self.rename is None or callable(self.rename) or isinstance(self.rename, Mapping)):
             raise TypeError(f"rename is a dict of prefixes or a function, not {self.rename!r}")
         if self.patterns and not load_traits(planner).is_default:
@@ -160,6 +171,8 @@ class Load:
         self._left_out: list[str] = []
         self._blank_state: BlankState | None = None
         self._owned: dict[str, Any] = {}
+        self._manifest: Manifest | None = None
+        """With the fingerprints that the load is to be verified with, if it is."""
         self._quiet = contextlib.ExitStack()
 
     def run(self) -> LoadReport:
@@ -173,6 +186,8 @@ class Load:
             self.report.unexpected = self._name_unexpected(planned.unexpected)
             plan = self._plan if planned.plan is None else planned.plan
             self.channel.do_together("read", lambda: self._read(plan))
+            if self._manifest is not None:
+                self._verify(self._manifest)
         self.channel.do_together("give back", self._give_back)
         return self.report
 
@@ -183,6 +198,9 @@ class Load:
         place = comparable_place(getattr(self.reader, "checkpoint_id", None))
         save_queue().settle(place)
         self.metadata, self._is_common = self._read_metadata()
+        asked = (self.settings.verify, getattr(self.reader, "verify", None))
+        if Verify.FINGERPRINT in asked or Verify.FINGERPRINT.value in asked:
+            self._manifest = manifest_with_fingerprints(self.metadata, place)
         return announce_load(self.metadata.storage_meta if self._is_common else None)
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
@@ -204,6 +222,9 @@ class Load:
         if self.settings.assign:
             self.states = self._with_blanks(self.states)
         seen = renamed(self.metadata, self.settings.rename)
+        self._stored_names = dict(
+            zip(seen.state_dict_metadata, self.metadata.state_dict_metadata, strict=True)
+        )
         self._ask_for_templates(seen)
         # From here on nobody is asked for a state, which may take memory and make cycles.
         self._quiet.enter_context(paused_in_front())
@@ -308,13 +329,23 @@ class Load:
     # Read
 
     def _read(self, plan: LoadPlan) -> None:
-        final = self.planner.finish_plan(plan)
+        final = self._final_plan = self.planner.finish_plan(plan)
         if self.settings.assign and not views_files(self.reader):
             self.planner.fill_blanks({})  # type: ignore[attr-defined]
         before = getattr(self.reader, "bytes_read", 0)
         self.reader.read_data(final, self.planner).wait()
         self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
         self._planner_hooks.finish_load()
+
+    # Verify
+
+    def _verify(self, manifest: Manifest) -> None:
+        """Compare what is in memory now with what was saved."""
+        self.report.verified = self.channel.exchange(
+            FingerprintExchange(),
+            lambda: find_held_regions(self._final_plan, self.planner, self._stored_names, manifest),
+            lambda held: [count_verified(manifest, held)] * len(held),
+        )
 
     # Give back
 

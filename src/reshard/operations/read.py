@@ -11,6 +11,7 @@ import torch
 from reshard.api import CoverageError, MissingKeyError
 from reshard.background.queue import save_queue
 from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
+from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from reshard.operations.load import Load
@@ -69,6 +70,10 @@ def _read(
 
 def read_region(reader: FileSystemReader, fqn: str, region: Sequence[slice]) -> torch.Tensor:
     """One tensor of a checkpoint, or a region of it; only those bytes are read."""
+    if reader.verify is Verify.FINGERPRINT:
+        raise ValueError(
+            "a region has no fingerprint of its own: read it with verify='chunks' or 'full'"
+        )
     save_queue().settle(comparable_place(reader.checkpoint_id))
     metadata = reader.read_metadata()
     entry = metadata.state_dict_metadata.get(fqn)

@@ -17,6 +17,7 @@ from reshard.default_planner import DefaultSavePlanner
 from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
+from reshard.operations.replicas import ReplicaCheck
 from reshard.operations.targets import Place, SaveTarget
 from reshard.operations.user_calls import (
     ask_for_states,
@@ -135,6 +136,8 @@ class Save:
         """What the metadata can be read back by; empty if it cannot."""
         self._final_plans: Sequence[SavePlan] = ()
         """On the coordinator: what each rank writes."""
+        self._drafted: SavePlan | None = None
+        """A plan that was made to compare replicas, and is still to be carried out."""
         self._quiet = contextlib.ExitStack()
 
     def run(self) -> Metadata:
@@ -142,6 +145,8 @@ class Save:
         try:
             with self.job.settings.apply(self.writer), self._quiet:
                 together = self.job.settings.use_collectives
+                if self.job.settings.check_replicas:
+                    ReplicaCheck(self.planner, self.channel).run(self._draft)
                 return self._save_together() if together else self._save_alone()
         except BaseException:
             self._discard()
@@ -161,6 +166,15 @@ class Save:
 
     # Each rank
 
+    def _draft(self) -> SavePlan:
+        """Plan before anything else: what this rank holds, whatever is cached of it."""
+        self._set_up()
+        if not self.job.settings.use_collectives:
+            self._planner_hooks.forget_cached_plans()
+        with paused_collection():
+            self._drafted = self.planner.create_local_plan()
+        return self._drafted if self._drafted.usable else self.planner.plan  # type: ignore[attr-defined]
+
     def _plan_locally(self) -> SavePlan:
         self._set_up()
         return self._local_plan()
@@ -171,6 +185,8 @@ class Save:
         return self._plan_locally()
 
     def _set_up(self) -> None:
+        if self._drafted is not None:
+            return
         channel = self.channel
         if self._states is None:
             self._states = ask_for_states(self.job.state_dict)
@@ -182,8 +198,10 @@ class Save:
         self._quiet.enter_context(paused_in_front())
 
     def _local_plan(self) -> SavePlan:
-        with paused_collection():
-            plan = self.planner.create_local_plan()
+        plan, self._drafted = self._drafted, None
+        if plan is None:
+            with paused_collection():
+                plan = self.planner.create_local_plan()
         return self.writer.prepare_local_plan(plan)
 
     def _write(self, told: SaveAnswer) -> Written:

@@ -308,6 +308,20 @@ def wanted_regions(fqn: str, value: Any, reader: DTensorReader) -> list[Box]:
     return [(shard.offsets, shard.sizes) for shard in local_shards(fqn, value, reader)]
 
 
+def loaded_shards(fqn: str, value: Any, reader: DTensorReader) -> list[LocalShard]:
+    """The regions that a load fills on this rank, and their memory."""
+    if not describes_itself(value, "__create_chunk_list__"):
+        return list(local_shards(fqn, value, reader))
+    return [
+        LocalShard(
+            offsets,
+            sizes,
+            find_tensor_shard(value, MetadataIndex(fqn, torch.Size(offsets)), reader),
+        )
+        for offsets, sizes in wanted_regions(fqn, value, reader)
+    ]
+
+
 def find_tensor_shard(
     tensor: Any, index: MetadataIndex, reader: DTensorReader | None = None
 ) -> torch.Tensor:
