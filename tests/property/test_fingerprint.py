@@ -368,13 +368,11 @@ def test_elements_exchanged_between_tensors_are_found(
 ) -> None:
     one, other = bits_of(tensor).clone(), bits_of(tensor).flip(0).clone()
     i = data.draw(st.integers(0, tensor.numel() - 1))
-    before = whole(one), whole(other)
-    assume(one.view(-1)[i] != other.reshape(-1)[i])
-    kept = one.view(-1)[i].clone()
-    one.view(-1)[i] = other.view(-1)[i]
-    other.view(-1)[i] = kept
-    assert whole(one) != before[0]
-    assert whole(other) != before[1]
+    assume(one.view(-1)[i] != other.view(-1)[i])
+    new_one, new_other = one.clone(), other.clone()
+    new_one.view(-1)[i], new_other.view(-1)[i] = other.view(-1)[i], one.view(-1)[i]
+    assert_told_apart(one, new_one)
+    assert_told_apart(other, new_other)
 
 
 def test_no_two_of_many_sign_flips_collide() -> None:
