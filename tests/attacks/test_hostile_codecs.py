@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import torch
 import xxhash
 import zstandard
 
+import reshard
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.format import codec
 from support.encoded import decode, encode, read, reader_of
+from support.hostile import OpenManifest, check_refused, memory_limit
 from support.samples import raw
 
 HEAD = struct.Struct("<4sBBHIIQQ")
@@ -180,3 +183,80 @@ def test_a_frame_that_decodes_to_other_bytes_is_found() -> None:
     blob = with_planes(100, [(0, bytes(100))])
     with pytest.raises(CorruptCheckpointError, match="decodes to other bytes"):
         decode(blob, 100)
+
+
+# In a checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    weights = (torch.randn(2, 50_000, generator=generator) * 0.02).bfloat16()
+    reshard.save({"a": weights[0], "b": weights[1]}, checkpoint_id=tmp_path, compress="zstd")
+    return tmp_path
+
+
+def read_a(folder: Path) -> torch.Tensor:
+    return reshard.read_tensor(folder, "a")
+
+
+@pytest.mark.parametrize("change", [-8, 8, -1])
+def test_a_manifest_with_another_stored_size_is_refused(change: int, checkpoint: Path) -> None:
+    manifest = OpenManifest(checkpoint)
+    row = manifest.chunk_row("b")
+    manifest.change(
+        "chunks.stored_nbytes", row, manifest.ints("chunks.stored_nbytes")[row] + change
+    )
+    manifest.write()
+    check_refused(lambda: reshard.read_tensor(checkpoint, "b"), "bytes long", "that file has")
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"), [(60_000, "the manifest says 120000"), (1 << 40, "in too few bytes")]
+)
+def test_a_manifest_with_another_content_size_is_refused(
+    count: int, reason: str, checkpoint: Path
+) -> None:
+    manifest = OpenManifest(checkpoint)
+    manifest.change("tensors.shapes", manifest.tensor_row("a"), count)
+    manifest.change("chunks.sizes", manifest.chunk_row("a"), count)
+    manifest.write()
+    with memory_limit():
+        check_refused(lambda: read_a(checkpoint), reason)
+
+
+def test_a_codec_that_nobody_knows_is_refused_by_name(checkpoint: Path) -> None:
+    manifest = OpenManifest(checkpoint)
+    manifest.set_texts("codecs.names", ["secret-sauce/9"])
+    manifest.write()
+    check_refused(lambda: read_a(checkpoint), "'secret-sauce/9'")
+
+
+def test_a_codec_that_is_not_listed_is_refused(checkpoint: Path) -> None:
+    manifest = OpenManifest(checkpoint)
+    manifest.change("chunks.codecs", manifest.chunk_row("a"), 2)
+    manifest.write()
+    check_refused(lambda: read_a(checkpoint), "a codec that it does not list")
+
+
+def test_the_chunk_of_another_tensor_is_found_by_its_digest(checkpoint: Path) -> None:
+    manifest = OpenManifest(checkpoint)
+    for column in ("chunks.begins", "chunks.stored_nbytes"):
+        manifest.set_ints(column, manifest.ints(column)[::-1])
+    manifest.write()
+    check_refused(lambda: read_a(checkpoint), "damaged")
+
+
+@pytest.mark.parametrize("verify", ["off", "chunks", "full"])
+def test_a_damaged_frame_is_found_however_it_is_read(verify: str, checkpoint: Path) -> None:
+    manifest = OpenManifest(checkpoint)
+    begin = manifest.ints("chunks.begins")[manifest.chunk_row("a")]
+    (shard,) = checkpoint.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[begin + 30_000] ^= 1
+    shard.write_bytes(data)
+
+    def read_some() -> torch.Tensor:
+        return reshard.read_tensor(checkpoint, "a", (slice(3, 9),), verify=verify)  # type: ignore[arg-type]
+
+    check_refused(read_some, "frame 0 of")

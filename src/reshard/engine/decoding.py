@@ -5,7 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from reshard.format.codec import HEAD_BYTES, Index, check_head, decode_frame, decode_index
+from reshard.format.codec import (
+    FRAME_BYTES,
+    HEAD_BYTES,
+    Index,
+    check_head,
+    decode_frame,
+    decode_index,
+)
 from reshard.stores.protocol import CutShortError, Reader
 
 
@@ -35,6 +42,9 @@ class DecodedChunk:
     Only the frames that are touched are read and decoded: straight into the buffer that takes
     all of a frame, otherwise into one that each thread keeps for the next call.
     """
+
+    frame_bytes = FRAME_BYTES
+    """How much is best read at once: most likely a whole frame."""
 
     def __init__(
         self,

@@ -98,11 +98,6 @@ def _row_nbytes(width: int) -> int:
     return 16 + 4 * width
 
 
-def padding_nbytes(nbytes: int) -> int:
-    """How many zeros follow the last frame of an encoded chunk."""
-    return -nbytes % ALIGNMENT
-
-
 def _row_dtype(width: int) -> np.dtype[Any]:
     return np.dtype([("stored", "<u8"), ("content", "<u8"), ("planes", "<u4", (width,))])
 
@@ -132,9 +127,14 @@ class Index:
         return self.nbytes + np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
     @property
+    def padding(self) -> bytes:
+        """The zeros that follow the last frame."""
+        return bytes(-int(self.begins[-1]) % ALIGNMENT)
+
+    @property
     def stored_nbytes(self) -> int:
-        end = int(self.begins[-1])
-        return end + padding_nbytes(end)
+        """The size of the encoded chunk: index, frames and padding."""
+        return int(self.begins[-1]) + len(self.padding)
 
     def content_range(self, frame: int) -> tuple[int, int]:
         """Which bytes of the content a frame holds."""
@@ -257,6 +257,8 @@ def encode_frame(content: memoryview, width: int) -> EncodedFrame:
     tools = _tools()
     planes = tools.take(len(content)).reshape(width, -1)
     _split(content, planes)
+    # While it is in the cache.
+    content_checksum = checksum(content)
     parts, words, hasher = [], [], Hasher()
     for plane in planes:
         # Of a plane without structure, zstd finds that out in a tenth of the time.
@@ -267,13 +269,7 @@ def encode_frame(content: memoryview, width: int) -> EncodedFrame:
         parts.append(part)
         words.append(len(part) | (_ZSTD if pays else _RAW) << _KIND_SHIFT)
     nbytes = sum(map(len, parts))
-    return EncodedFrame(parts, nbytes, hasher.intdigest(), checksum(content), words)
-
-
-def is_compressible(samples: Sequence[memoryview], width: int) -> bool:
-    """Whether a chunk is worth encoding, judged by parts of it."""
-    stored = sum(encode_frame(sample, width).nbytes for sample in samples)
-    return stored < saving_limit(sum(map(len, samples)))
+    return EncodedFrame(parts, nbytes, hasher.intdigest(), content_checksum, words)
 
 
 def saving_limit(nbytes: int) -> int:
@@ -285,36 +281,43 @@ def sample_ranges(nbytes: int) -> list[tuple[int, int]]:
     """Which parts of a chunk to judge it by, spread over it."""
     if nbytes <= _SAMPLES * _SAMPLE_BYTES:
         return [(0, nbytes)]
-    step = (nbytes - _SAMPLE_BYTES) // (_SAMPLES - 1) // ALIGNMENT * ALIGNMENT
+    step = (nbytes - _SAMPLE_BYTES) // (_SAMPLES - 1) // 16 * 16
     return [(i * step, i * step + _SAMPLE_BYTES) for i in range(_SAMPLES)]
 
 
 def decode_frame(stored: memoryview, index: Index, frame: int, out: memoryview, where: str) -> None:
     """Decode a frame into `out`, which has the size of its content."""
     row = index.rows[frame]
-    name = f"frame {frame} of {where}"
-    _compare(checksum(stored), int(row["stored"]), f"{name} is damaged: its checksum")
+    where = f"frame {frame} of {where}"
+    try:
+        _decode_planes(stored, row["planes"].tolist(), out, where)
+    except CorruptCheckpointError as error:
+        # Of what is stored, the checksum only tells what is wrong: that of the content covers it.
+        _compare(checksum(stored), int(row["stored"]), f"{where} is damaged: its checksum", error)
+        raise
+    found, expected = checksum(out), int(row["content"])
+    if found != expected:
+        _compare(checksum(stored), int(row["stored"]), f"{where} is damaged: its checksum")
+        _compare(found, expected, f"{where} decodes to other bytes: their checksum")
+
+
+def _decode_planes(stored: memoryview, words: Sequence[int], out: memoryview, where: str) -> None:
     tools = _tools()
-    nbytes = len(out) // index.width
-    begin = 0
-    planes = []
-    for word in row["planes"].tolist():
+    planes, begin, nbytes = [], 0, len(out) // len(words)
+    for word in words:
         size, kind = word & ((1 << _KIND_SHIFT) - 1), word >> _KIND_SHIFT
         part = stored[begin : begin + size]
         begin += size
-        if kind == _ZSTD:
-            planes.append(np.frombuffer(tools.decompress(part, nbytes, name), np.uint8))
-        else:
-            planes.append(np.frombuffer(part, np.uint8))
+        plane = tools.decompress(part, nbytes, where) if kind == _ZSTD else part
+        planes.append(np.frombuffer(plane, np.uint8))
     _merge(planes, out)
-    _compare(checksum(out), int(row["content"]), f"{name} decodes to other bytes: their checksum")
 
 
-def _compare(found: int, expected: int, what: str) -> None:
+def _compare(found: int, expected: int, what: str, cause: Exception | None = None) -> None:
     if found != expected:
         raise CorruptCheckpointError(
             f"{what} is {found:016x}, it should be {expected:016x}. Load another checkpoint"
-        )
+        ) from cause
 
 
 def _split(content: memoryview, planes: Bytes) -> None:
