@@ -128,6 +128,15 @@ def test_only_frames_that_are_touched_are_read_and_neighbours_share_one() -> Non
     assert counting.read[0][1] < 1 << 16
 
 
+def test_two_chunks_that_share_buffers_do_not_mix_their_frames() -> None:
+    contents = [weights(20_000), weights(20_001)]
+    readers = [reader_of(encode(content, 2), len(content)) for content in contents]
+    readers[1]._buffers = readers[0]._buffers
+    for begin in (0, 100, 1000):
+        for reader, content in zip(readers, contents, strict=True):
+            assert read(reader, begin, 50) == content[begin : begin + 50]
+
+
 def test_several_threads_read_one_chunk() -> None:
     content = weights(500_000)
     reader = reader_of(encode(content, 2), len(content))

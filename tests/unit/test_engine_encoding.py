@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 import threading
 import weakref
@@ -23,6 +25,7 @@ from reshard.format import codec
 from reshard.stores.local import LocalStore
 from reshard.stores.memory import MemoryStore
 from support.encoded import decode
+from support.failing_system import refusing
 from support.samples import raw
 
 
@@ -215,6 +218,15 @@ def test_an_error_of_one_thread_ends_them_all(threads: int) -> None:
         write_encoded_file(MemoryStore(), "file", contents, threads, durable=False)
 
     assert threading.active_count() == before
+
+
+def test_an_error_of_the_disk_is_raised_and_the_file_closed(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path, refusing(errno.ENOSPC, name="pwritev"))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space left"):
+        write_encoded_file(store, "x", [content_of("t", weights(1 << 20))], 3, durable=True)
+
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_data_of_another_size_than_planned_is_refused_by_name() -> None:
