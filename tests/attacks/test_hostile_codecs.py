@@ -42,12 +42,15 @@ def sealed(blob: bytes) -> bytes:
     return blob[:24] + struct.pack("<Q", digest) + blob[32:]
 
 
-def with_planes(content_nbytes: int, planes: list[tuple[int, bytes]]) -> bytes:
+def with_planes(
+    content_nbytes: int, planes: list[tuple[int, bytes]], content: bytes = b""
+) -> bytes:
     """A chunk of one frame whose planes are stored in this way."""
     stored = b"".join(data for _, data in planes)
     words = [len(data) | kind << 24 for kind, data in planes]
     head = HEAD.pack(b"RSPL", 1, len(planes), 0, 1 << 20, 1, content_nbytes, 0)
-    row = struct.pack(f"<QQ{len(words)}I", xxhash.xxh3_64_intdigest(stored), 0, *words)
+    digests = xxhash.xxh3_64_intdigest(stored), xxhash.xxh3_64_intdigest(content)
+    row = struct.pack(f"<QQ{len(words)}I", *digests, *words)
     blob = sealed(head + row + stored)
     return blob + b"\0" * (-len(blob) % 8)
 
@@ -158,15 +161,17 @@ def test_a_plane_that_decodes_to_another_size_than_it_announces_is_refused(actua
     frame = bytearray(zstandard.ZstdCompressor().compress(bytes(actual)))
     honest = bytearray(zstandard.ZstdCompressor().compress(bytes(100_000)))
     lie = bytes(honest[:9]) + bytes(frame[9 if actual > 65_791 else 6 :])
-    with pytest.raises(CorruptCheckpointError):
-        decode(with_planes(100_000, [(1, lie)]), 100_000)
+    with pytest.raises(CorruptCheckpointError, match=r"cannot be decoded|it should have 100000"):
+        decode(with_planes(100_000, [(1, lie)], bytes(100_000)), 100_000)
 
 
 def test_bytes_after_a_compressed_plane_are_refused() -> None:
-    frame = zstandard.ZstdCompressor().compress(bytes(100_000))
+    content = bytes(100_000)
+    frame = zstandard.ZstdCompressor().compress(content)
+    assert decode(with_planes(100_000, [(1, frame)], content), 100_000) == content
     for extra in (b"x", frame):
-        with pytest.raises(CorruptCheckpointError):
-            decode(with_planes(100_000, [(1, frame + extra)]), 100_000)
+        with pytest.raises(CorruptCheckpointError, match="cannot be decoded"):
+            decode(with_planes(100_000, [(1, frame + extra)], content), 100_000)
 
 
 def test_swapped_frames_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

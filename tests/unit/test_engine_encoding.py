@@ -212,7 +212,8 @@ def test_an_error_of_one_thread_ends_them_all(threads: int) -> None:
         raise ZeroDivisionError("of the planner")
 
     contents = [content_of(f"t{i}", weights(1 << 19)) for i in range(4)]
-    contents[2:2] = [Content("bad", torch.float32, (1 << 20,), 4 << 20, fail)]
+    # A single frame, so that other threads wait for the turn after it.
+    contents[2:2] = [Content("bad", torch.float32, (1 << 18,), 1 << 20, fail)]
     before = threading.active_count()
     with pytest.raises(ZeroDivisionError, match="of the planner"):
         write_encoded_file(MemoryStore(), "file", contents, threads, durable=False)

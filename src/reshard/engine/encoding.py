@@ -63,7 +63,7 @@ class _Step(NamedTuple):
 
 
 class _Chunk:
-    """A content that is taken apart into frames; its data is there while it is needed."""
+    """A content that is taken apart into frames. Nobody keeps it but the steps that write it."""
 
     def __init__(self, number: int, content: Content, sums: ChunkSums) -> None:
         self.number = number
@@ -71,7 +71,7 @@ class _Chunk:
         self.width = codec.plane_width(content.dtype.itemsize, content.nbytes)
         self.index = codec.make_index(self.width, content.nbytes)
         self.sums = sums
-        self.frames = self._left = len(self.index.rows)
+        self.frames = len(self.index.rows)
         self._lock = threading.Lock()
         self._data: torch.Tensor | None = None
         self._encodes = False
@@ -110,12 +110,6 @@ class _Chunk:
         first, last = begin // data.itemsize, end // data.itemsize
         copy_elements(data, first, last, buffer.view(data.dtype))
         return byte_view(buffer)
-
-    def finish_frame(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                self._data = None
 
 
 class _Abandoned(Exception):  # noqa: N818 - control flow between threads
@@ -238,7 +232,6 @@ class _Job:
                 else:
                     self._write(file.begin_of(i), head)
         self._write(begin, parts)
-        chunk.finish_frame()
         self._advance(len(content))
 
     def _write(self, begin: int, parts: Sequence[memoryview]) -> None:
