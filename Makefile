@@ -40,7 +40,7 @@ tests: setup  ## pytest on both cores
 test-all: setup  ## pytest with the slow tests as well
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m ""
 
-bench: bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
+bench: bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
 
 bench-planning: setup  ## Planning at 1024 ranks beside DCP: a table, and JSON under docs/benchmarks/
 	@$(BIN)/python -W ignore benchmarks/planning.py

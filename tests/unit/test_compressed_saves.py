@@ -381,3 +381,13 @@ def test_references_and_codecs_go_together(before: Any, after: Any, tmp_path: Pa
         check_same(loaded, changed)
     reshard.materialise(tmp_path / "2", tmp_path / "3")
     check_same(reshard.read_state_dict(tmp_path / "3"), changed)
+
+
+def test_chunks_of_several_codecs_are_told_apart(tmp_path: Path) -> None:
+    changed = state()
+    changed["model"]["half"] = changed["model"]["half"] + 1
+    save_through(tmp_path / "1", ZStandard())
+    reshard.save(changed, checkpoint_id=tmp_path / "2", compress="zstd", base=tmp_path / "1")
+
+    assert read_manifest(LocalStore(tmp_path / "2")).codec_names == ["stream.zstd/1", "planes-zstd"]
+    check_same(reshard.read_state_dict(tmp_path / "2"), changed)

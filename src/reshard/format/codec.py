@@ -380,7 +380,9 @@ class _Tools(threading.local):
                     f"{name} has a plane of {announced.content_size} bytes (window "
                     f"{announced.window_size}); it should have {nbytes}"
                 )
-            data: bytes = self._decompressor.decompress(part, nbytes, allow_extra_data=False)
+            data: bytes = self._decompressor.decompress(
+                part, nbytes, read_across_frames=False, allow_extra_data=False
+            )
         except z.ZstdError as error:
             raise CorruptCheckpointError(f"{name} cannot be decoded: {error}") from error
         if len(data) != nbytes:
