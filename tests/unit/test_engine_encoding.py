@@ -185,6 +185,15 @@ def test_any_range_of_elements_is_copied_in_order(data: st.DataObject) -> None:
     assert found.tolist() == tensor.flatten().tolist()[begin:end]
 
 
+def test_a_header_that_is_shorter_than_the_space_for_it_fills_it() -> None:
+    tensors = {f"t{i}": torch.full((i % 7,), i) for i in range(500)}
+    written, file = write(tensors)
+
+    check(tensors, written, file)
+    (length,) = struct.unpack("<Q", file[:8])
+    assert len(file[8 : 8 + length].rstrip(b" ")) < length - 4096
+
+
 def test_values_and_small_tensors_are_not_encoded() -> None:
     value = bytes(2 * LEAST_ENCODED_BYTES)
     contents = [
