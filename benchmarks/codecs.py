@@ -29,7 +29,7 @@ from reshard.format import codec
 from reshard.stores.local import LocalStore
 
 LAYERS, WIDTH, HEADS, CONTEXT = 6, 256, 4, 64
-ROUNDS = 5
+ROUNDS = 12
 STORE_BYTES_PER_SECOND = 200e6
 BARS = {
     "bf16 weights": (0.68, 0.8, 1.5),

@@ -88,8 +88,8 @@ def write_items(
     # custom planner need not be thread-safe.
     threads = options.thread_count or (max(2, default_threads()) if keeps_values else 1)
     if options.compress and threads > 1 and not options.thread_count:
-        # What waits for the store does not encode.
-        threads *= 2
+        # Those that wait for the store do not encode, and all wait for the one whose turn it is.
+        threads *= 4
     rows = list(range(len(contents)))
     if base is not None:
         references = References(base, options.unchanged)
