@@ -391,3 +391,37 @@ def test_chunks_of_several_codecs_are_told_apart(tmp_path: Path) -> None:
 
     assert read_manifest(LocalStore(tmp_path / "2")).codec_names == ["stream.zstd/1", "planes-zstd"]
     check_same(reshard.read_state_dict(tmp_path / "2"), changed)
+
+
+# With fingerprints, and with views of files
+
+
+def codecs(folder: Path, kind: str) -> None:
+    if kind == "streams":
+        writer = reshard.FileSystemWriter(folder, _extensions=[ZStandard()])
+        reshard.save(state(), storage_writer=writer, fingerprint=True)
+    else:
+        compress: Any = "zstd" if kind == "zstd" else None
+        reshard.save(state(), checkpoint_id=folder, compress=compress, fingerprint=True)
+
+
+@pytest.mark.parametrize("kind", ["zstd", "streams"])
+def test_fingerprints_are_those_of_a_plain_save(kind: str, tmp_path: Path) -> None:
+    codecs(tmp_path / "encoded", kind)
+    codecs(tmp_path / "plain", "plain")
+    encoded, plain = (read_manifest(LocalStore(tmp_path / name)) for name in ("encoded", "plain"))
+
+    assert encoded.chunk_fingerprints is not None
+    assert plain.chunk_fingerprints is not None
+    assert encoded.chunk_fingerprints.tolist() == plain.chunk_fingerprints.tolist()
+    assert encoded.chunk_digests.tolist() == plain.chunk_digests.tolist()
+    assert encoded.chunk_probes.tolist() == plain.chunk_probes.tolist()
+    loaded = blank()
+    reshard.load(loaded, checkpoint_id=tmp_path / "encoded", verify="fingerprint")
+    check_same(loaded, state())
+
+
+def test_encoded_tensors_are_read_where_others_are_viewed(tmp_path: Path) -> None:
+    reshard.save(state(), checkpoint_id=tmp_path, compress="zstd")
+
+    check_same(reshard.read_state_dict(tmp_path, mmap=True), state())
