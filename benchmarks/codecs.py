@@ -138,6 +138,21 @@ def measure_codec(tensors: Sequence[torch.Tensor]) -> dict[str, float]:
     }
 
 
+def measure_copy() -> float:
+    """GB a second of CPU time to copy frames: how fast this machine is, while others use it."""
+    source, target = (
+        torch.ones(64 << 20, dtype=torch.uint8),
+        torch.zeros(1 << 20, dtype=torch.uint8),
+    )
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.thread_time()
+        for frame in source.split(1 << 20):
+            target.copy_(frame)
+        best = min(best, time.thread_time() - start)
+    return source.nbytes / best / 1e9
+
+
 class SlowStore(LocalStore):
     """A directory that takes a limited number of bytes a second, however many threads write."""
 
@@ -241,7 +256,9 @@ def main() -> None:
         "fp32 random normal": normal(torch.float32),
     }
     codecs = {name: measure_codec(tensors) for name, tensors in samples.items()}
+    about["copy"] = measure_copy()
     show("one thread", ["left", "GB/s in", "GB/s out"], codecs)
+    print(f"a copy of memory: {about['copy']:.1f} GB/s")
     for name, (most_left, least_in, least_out) in BARS.items():
         found = codecs[name]
         meets = found["left"] <= most_left and found["in"] >= least_in and found["out"] >= least_out

@@ -80,7 +80,7 @@ def save(
 
     With `compress="zstd"` tensors are stored in fewer bytes: about 0.67 of them for weights in
     bfloat16, 0.83 for fp32 and the states of Adam. That takes a core a second for each
-    gigabyte, so it pays for stores that are slower than that, and not for a local disk. It
+    gigabyte, so it pays for stores that are slower than that; a local disk is faster without. It
     needs `pip install 'reshard[compress]'`, here and where it is loaded.
     """
     return save_now(
