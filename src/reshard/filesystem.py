@@ -33,6 +33,7 @@ from reshard.checkpoint.to_metadata import StorageMap, to_metadata
 from reshard.checkpoint.writes import WriteOptions, write_items
 from reshard.engine.collector import paused_collection
 from reshard.engine.reading import Verify
+from reshard.format.codec import check_compress
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES, VERSION, encode_manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from reshard.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -55,6 +56,9 @@ class FileSystemWriter(StorageWriter):
     checkpoint in the same directory stays whole and visible until then. With
     `sync_files`, everything is durable before it becomes visible.
 
+    All that is stored goes through `_extensions`, if there are any. It can then only be read
+    from the beginning, in one thread; `save(compress="zstd")` has neither of these limits.
+
     `thread_count` 0 chooses by the number of cores. `per_thread_copy_ahead` and
     `serialization_format` are accepted and have no effect.
     """
@@ -71,8 +75,7 @@ class FileSystemWriter(StorageWriter):
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = None,
     ) -> None:
-        if _extensions:
-            raise ValueError("stream extensions are not supported: the format has its own layout")
+        self.extensions = tuple(_extensions or ())
         self.path = Path(path)
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
@@ -195,7 +198,16 @@ class FileSystemWriter(StorageWriter):
         """Let go of what was staged last."""
         self._stager.close()
 
+    def _check_codec(self) -> None:
+        check_compress(self.compress)
+        if self.compress and self.extensions:
+            raise ValueError(
+                f"compress={self.compress!r} and stream extensions exclude each other: leave one "
+                "of them out"
+            )
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._check_codec()
         save = self._open_save()
         self._open_base()
         save.store.create()
@@ -230,6 +242,8 @@ class FileSystemWriter(StorageWriter):
             self.is_coordinator,
             self.unchanged,
             self.fingerprint,
+            self.compress,
+            self.extensions,
         )
         save, base = self._open_save(), self._open_base()
         return write_items(plan.items, planner, save, rank, int(first), options, base)
@@ -293,7 +307,8 @@ class FileSystemReader(StorageReader):
     """Reads a checkpoint from a directory.
 
     `verify` says which chunks are checked against their checksums: `"chunks"` those that
-    are read whole, `"full"` all that are touched, `"off"` none. A manifest larger than
+    are read whole, `"full"` all that are touched, `"off"` none. Stream extensions that were used
+    to save are looked up in `_extension_registry`, by default torch's own. A manifest larger than
     `manifest_limit_bytes` is refused before it is read.
     """
 
@@ -313,6 +328,7 @@ class FileSystemReader(StorageReader):
         manifest_limit_bytes: int = MANIFEST_LIMIT_BYTES,
     ) -> None:
         self.path = Path(path)
+        self.extension_registry = _extension_registry
         self.manifest_limit_bytes = manifest_limit_bytes
         self.verify = Verify(verify)
         self.allow_pickle = allow_pickle
@@ -382,7 +398,9 @@ class FileSystemReader(StorageReader):
             return read_values(names, files, self.storage_data)
 
     def _open_files(self) -> contextlib.closing[ShardFiles]:
-        files = ShardFiles(self.open_store(), self.storage_data.manifest, self.verify)
+        files = ShardFiles(
+            self.open_store(), self.storage_data.manifest, self.verify, self.extension_registry
+        )
         return contextlib.closing(files)
 
     @default_step

@@ -77,6 +77,11 @@ def save(
     the layout: `load(..., verify="fingerprint")` and `same` compare by it. With `check_replicas`,
     ranks that hold the same region of a tensor compare what they hold before anything is
     written; a difference is a `ReplicaConflictError` that names the tensor and the ranks.
+
+    With `compress="zstd"` tensors are stored in fewer bytes: about 0.67 of them for weights in
+    bfloat16, 0.83 for fp32 and the states of Adam. That takes a core a second for each
+    gigabyte, so it pays for stores that are slower than that; a local disk is faster without. It
+    needs `pip install 'reshard[compress]'`, here and where it is loaded.
     """
     return save_now(
         state_dict,

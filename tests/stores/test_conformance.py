@@ -101,6 +101,17 @@ class StoreTests:
 
         assert get(store, "a") == data
 
+    def test_a_file_of_unknown_size_is_as_long_as_what_was_written(self, store: Store) -> None:
+        store.create()
+        data = os.urandom(3000)
+        writer = store.open_writer("a", None)
+        writer.write(1000, [memoryview(data)[1000:2000]])
+        writer.write(2000, [memoryview(data)[2000:]])
+        writer.write(0, [memoryview(data)[:1000]])
+        writer.close()
+
+        assert get(store, "a") == data
+
     def test_more_buffers_than_the_system_takes_at_once_are_written_and_read(
         self, store: Store
     ) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 from reshard import api
 from support.subclasses import Scaled
@@ -148,29 +147,6 @@ def names_of_a_tuple(library: Library) -> list[str]:
 
 def error_of_a_number_as_key(library: Library) -> type[BaseException] | None:
     return raised_by(lambda: library._traverse.traverse_state_dict({1: 2}, lambda *_: None))
-
-
-class Reversed(StreamTransformExtension):
-    @staticmethod
-    def registry_name() -> str:
-        return "reversed"
-
-    @staticmethod
-    def from_descriptor(version: str) -> Reversed:
-        return Reversed()
-
-    def get_descriptor(self) -> str:
-        return "reversed/1"
-
-    def transform_to(self, output: Any) -> Any:
-        return output
-
-    def transform_from(self, input: Any) -> Any:
-        return input
-
-
-def error_of_a_stream_extension(library: Library) -> type[BaseException] | None:
-    return raised_by(lambda: library.root.FileSystemWriter("x", _extensions=[Reversed()]))
 
 
 @contextlib.contextmanager
@@ -318,7 +294,6 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
         None,
         api.CommitConflictError,
     ),
-    "filesystem.FileSystemWriter._extensions": (error_of_a_stream_extension, None, ValueError),
     "optimizer.load_sharded_optimizer_state_dict": (
         error_of_an_optimizer_that_is_not_there,
         None,

@@ -186,11 +186,12 @@ class _Collector:
                 f"{item.dest_index.fqn!r}, to be filled with {tuple(item.lengths)}"
             )
         check_allocated(item.dest_index.fqn, tensor)
+        file, begin = self._files.open_chunk(row)
         self.requests.append(
             Request(
                 name=name,
-                file=self._files.open(int(m.chunk_files[row])),
-                begin=int(m.chunk_begins[row]),
+                file=file,
+                begin=begin,
                 chunk_shape=chunk,
                 dtype=DTYPES[m.dtypes[m.table.row_of[name]]],
                 digest=m.chunk_digests[row].tobytes(),
@@ -228,6 +229,7 @@ class _Collector:
             m.chunk_sizes[chunks].tolist(),
             strict=True,
         )
+        encoded = None if m.chunk_codecs is None else m.chunk_codecs.tolist()
         paths: dict[int, tuple[str, bool]] = {}
         for (
             i,
@@ -252,6 +254,8 @@ class _Collector:
             if file not in paths:
                 paths[file] = self._files.open(file), self._files.is_suspect(file)
             path, is_suspect = paths[file]
+            if encoded is not None and encoded[row]:
+                path, begin = self._files.open_chunk(row)
             shape = tuple(sizes[:dims])
             self.requests.append(
                 Request(

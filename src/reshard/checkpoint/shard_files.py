@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from reshard.api import CorruptCheckpointError
+from reshard.engine.decoding import DecodedChunk, FrameBuffers
 from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.reading import Verify, read_bytes
+from reshard.engine.streams import StreamedChunk, StreamExtension, decode_value, find_extensions
 from reshard.format.checksum import Hasher
+from reshard.format.codec import PLANES_ZSTD, check_codec
 from reshard.format.container import parse_header
 from reshard.format.tables import Manifest, Origin
+from reshard.planning.columns import DTYPES
 from reshard.stores.protocol import Mappable, Reader, Store
+from reshard.tensors.dcp_types import default_extension_registry
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +28,12 @@ _MOST_EXPLAINED_BYTES = 64 << 20
 class ShardFiles:
     """The shard files of a checkpoint, opened as they are needed, and not too many at once."""
 
-    def __init__(self, store: Store, manifest: Manifest, verify: Verify) -> None:
+    def __init__(
+        self, store: Store, manifest: Manifest, verify: Verify, extension_registry: Any = None
+    ) -> None:
         self.store = store
+        self._extension_registry = extension_registry
+        self._frame_buffers = FrameBuffers()
         self.manifest = manifest
         self.verify = verify
         self.readers: dict[str, Reader] = {}
@@ -58,6 +68,41 @@ class ShardFiles:
             except OSError as error:
                 logger.info("%r cannot be mapped, and is read: %s", key, error)
                 return None
+
+    def open_chunk(self, row: int) -> tuple[str, int]:
+        """A file to read a chunk from, and where it begins in there.
+
+        An encoded chunk is a file of its own, with the decoded content.
+        """
+        m = self.manifest
+        path, begin = self.open(int(m.chunk_files[row])), int(m.chunk_begins[row])
+        if m.chunk_codecs is None or not m.chunk_codecs[row]:
+            return path, begin
+        virtual_path = f"{path}@{begin}"
+        if virtual_path not in self.readers:
+            stored, content = int(m.stored_nbytes[row]), self._content_nbytes(row)
+            where = f"the chunk at byte {begin} of {path!r} in {self.store.location}"
+            source, codec = self.readers[path], m.codec_names[int(m.chunk_codecs[row]) - 1]
+            self.readers[virtual_path] = (
+                DecodedChunk(source, begin, stored, content, self._frame_buffers, where)
+                if self._is_ours(codec)
+                else StreamedChunk(source, begin, stored, content, self._extensions(codec), where)
+            )
+        return virtual_path, 0
+
+    def _content_nbytes(self, row: int) -> int:
+        m = self.manifest
+        itemsize: int = DTYPES[m.dtypes[m.table.owners[row]]].itemsize
+        return int(m.chunk_sizes[row].prod()) * itemsize
+
+    def _is_ours(self, codec: str) -> bool:
+        check_codec(codec, self.store.location)
+        return codec == PLANES_ZSTD
+
+    def _extensions(self, codec: str) -> list[StreamExtension]:
+        if self._extension_registry is None:
+            self._extension_registry = default_extension_registry()
+        return find_extensions(codec, self._extension_registry, self.store.location)
 
     def _open(self, key: str) -> Reader:
         file_id = self._ids[key]
@@ -150,15 +195,21 @@ class ShardFiles:
         """A stored value, whose file was opened."""
         m = self.manifest
         path = self.open(int(m.value_files[row]))
-        return read_bytes(
+        where = f"{path!r} of {self.store.location}"
+        stored = read_bytes(
             self.readers[path],
             name,
             int(m.value_begins[row]),
             int(m.value_nbytes[row]),
             int(m.value_checksums[row]),
             self.verify,
-            f"{path!r} of {self.store.location}",
+            where,
         )
+        codec = 0 if m.value_codecs is None else int(m.value_codecs[row])
+        if not codec:
+            return stored
+        extensions = self._extensions(m.codec_names[codec - 1])
+        return decode_value(stored, extensions, f"{name!r} in {where}")
 
     def close(self) -> None:
         self._files.close()

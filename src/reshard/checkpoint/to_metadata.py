@@ -63,6 +63,8 @@ class StorageMap(Mapping[MetadataIndex, StorageInfo]):
         row = self.chunk_row(index)
         itemsize = DTYPES[m.dtypes[m.table.row_of[index.fqn]]].itemsize
         nbytes = int(m.chunk_sizes[row].prod()) * itemsize
+        if m.chunk_stored_nbytes is not None:
+            nbytes = int(m.chunk_stored_nbytes[row])
         return StorageInfo(m.files[int(m.chunk_files[row])], int(m.chunk_begins[row]), nbytes)
 
     def __iter__(self) -> Iterator[MetadataIndex]:

@@ -23,10 +23,13 @@ from reshard.checkpoint.directory import shard_name
 from reshard.checkpoint.open_save import OpenSave
 from reshard.checkpoint.references import References
 from reshard.engine.collector import paused_collection
+from reshard.engine.encoding import write_encoded_file
 from reshard.engine.fingerprints import Fingerprints, fingerprint_contents
 from reshard.engine.progress import watched
+from reshard.engine.streams import StreamExtension, stream_codec, write_streamed_file
 from reshard.engine.workers import default_threads
-from reshard.engine.writing import Content, region_key, write_file
+from reshard.engine.writing import Content, Written, region_key, write_file
+from reshard.format.codec import CODECS
 from reshard.format.values import is_pickled
 from reshard.planner import SavePlanner, WriteItem, WriteItemType
 from reshard.planning.columns import Ints
@@ -50,6 +53,15 @@ class WriteOptions:
     unchanged: Collection[str] = ()
     """Tensors that are known to be as they were in the base."""
     fingerprint: bool = False
+    compress: str | None = None
+    extensions: Sequence[StreamExtension] = ()
+
+    @property
+    def codec(self) -> str:
+        """The name of the codec that contents go through; empty without one."""
+        if self.extensions:
+            return stream_codec(self.extensions)
+        return CODECS[self.compress] if self.compress else ""
 
 
 def write_items(
@@ -75,6 +87,9 @@ def write_items(
     # At least two threads: while one waits for the disk, the other copies and hashes. But a
     # custom planner need not be thread-safe.
     threads = options.thread_count or (max(2, default_threads()) if keeps_values else 1)
+    if options.compress and threads > 1 and not options.thread_count:
+        # Those that wait for the store do not encode, and all wait for the one whose turn it is.
+        threads *= 4
     rows = list(range(len(contents)))
     if base is not None:
         references = References(base, options.unchanged)
@@ -92,10 +107,8 @@ def write_items(
             key = shard_name(rank, first + number, save.save_id)
             save.written.append(key)
             try:
-                file = write_file(
-                    store, key, [contents[row] for row in group], threads, options.durable,
-                    progress.advance, save.save_id, options.fingerprint,
-                )  # fmt: skip
+                chosen = [contents[row] for row in group]
+                file = _write_file(save, key, chosen, threads, options, progress.advance)
             except FileNotFoundError as error:
                 if store.list():
                     raise
@@ -108,7 +121,35 @@ def write_items(
             written.checksums[group] = file.checksums
             written.digests[group] = file.digests
             written.fingerprints[group] = file.fingerprints
+            if file.encoded is not None and file.stored_nbytes is not None:
+                codec = _number_codec(written.codecs, options.codec if file.encoded.any() else "")
+                written.codec_ids[group] = file.encoded * codec
+                written.stored_nbytes[group] = file.stored_nbytes
     return WriteResults(items, written)
+
+
+def _number_codec(codecs: list[str], name: str) -> int:
+    """The number of a codec among those that a save uses; 0 without one."""
+    if name and name not in codecs:
+        codecs.append(name)
+    return codecs.index(name) + 1 if name else 0
+
+
+def _write_file(
+    save: OpenSave,
+    key: str,
+    contents: Sequence[Content],
+    threads: int,
+    options: WriteOptions,
+    advance: Callable[[int], None],
+) -> Written:
+    store, durable, fingerprint = save.store, options.durable, options.fingerprint
+    if options.extensions:
+        return write_streamed_file(
+            store, key, contents, options.extensions, durable, advance, save.save_id, fingerprint
+        )
+    write = write_encoded_file if options.compress else write_file
+    return write(store, key, contents, threads, durable, advance, save.save_id, fingerprint)
 
 
 def fingerprint_items(items: Sequence[WriteItem], positions: Ints, planner: Any) -> Fingerprints:

@@ -79,6 +79,25 @@ def pieces(tensor: torch.Tensor, most_bytes: int, bounce: BounceBuffer) -> Itera
         yield byte_view(buffer)
 
 
+def copy_elements(tensor: torch.Tensor, begin: int, end: int, into: torch.Tensor) -> None:
+    """Copy elements of any tensor, counted in row-major order, into a flat one of that length."""
+    if tensor.dim() <= 1 or tensor.is_contiguous():
+        into.copy_(tensor.view(-1)[begin:end].resolve_conj().resolve_neg())
+        return
+    row = tensor.numel() // tensor.shape[0]
+    while begin < end:
+        number, within = divmod(begin, row)
+        rows = (end - begin) // row
+        if within or not rows:
+            count = min(row - within, end - begin)
+            copy_elements(tensor[number], within, within + count, into[:count])
+        else:
+            count = rows * row
+            some = tensor[number : number + rows].resolve_conj().resolve_neg()
+            into[:count].view(some.shape).copy_(some)
+        begin, into = begin + count, into[count:]
+
+
 def _parts(tensor: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
     """Slices along the leading dimensions, none larger than `most_bytes` if possible."""
     if tensor.nbytes <= most_bytes or tensor.dim() == 0:

@@ -193,6 +193,11 @@ def _too_short(name: str, where: str, error: CutShortError) -> CorruptCheckpoint
     )
 
 
+def _hashed_piece_bytes(reader: Reader) -> int:
+    """How much to read at once of what is hashed: whole frames, of what has some."""
+    return getattr(reader, "frame_bytes", _HASHED_PIECE_BYTES)
+
+
 def _lands_directly(request: Request) -> bool:
     return (
         request.target.dtype is request.dtype
@@ -310,7 +315,7 @@ class _Job:
         reader = self._readers[request.file]
         position = begin
         while position < end:
-            nbytes = min(_HASHED_PIECE_BYTES, end - position)
+            nbytes = min(_hashed_piece_bytes(reader), end - position)
             piece = byte_view(self._bounce().take(nbytes))
             reader.read_into(request.begin + position, [piece])
             hasher.update(piece)
@@ -407,7 +412,7 @@ class _Filler:
         nbytes = math.prod(lengths) * self._itemsize
         if target.dtype is self._request.dtype and is_direct(target):
             view = byte_view(target)
-            step = _PIECE_BYTES if self._hasher is None else _HASHED_PIECE_BYTES
+            step = _PIECE_BYTES if self._hasher is None else _hashed_piece_bytes(self._reader)
             for position in range(0, nbytes, step):
                 piece = view[position : position + step]
                 self._reader.read_into(begin + position, [piece])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from reshard.engine.collector import paused_collection
@@ -20,7 +19,6 @@ from reshard.format.checksum import (
     Digester,
     Digests,
     checksum,
-    digest,
     join_digests,
     probe,
     signed,
@@ -98,7 +96,8 @@ class Written:
     """What became of the contents: where each begins in the file, its probe and its digest.
 
     A content that is no chunk has its checksum in place of the probe. Fingerprints are 0 for
-    what has none.
+    what has none. In a file that holds encoded contents, `encoded` says which ones, and
+    `stored_nbytes` how long each is there.
     """
 
     file_bytes: int
@@ -108,6 +107,8 @@ class Written:
     checksums: Ints
     digests: Digests
     fingerprints: Ints
+    encoded: Ints | None = None
+    stored_nbytes: Ints | None = None
 
 
 def write_file(
@@ -125,21 +126,16 @@ def write_file(
     With `fingerprint`, the parts of chunks in the fingerprints of their tensors are computed on the
     way. `advance` is called with the bytes that were written, from several threads.
     """
-    order = sorted(range(len(contents)), key=lambda i: -_alignment(contents[i].dtype))
+    order = file_order(contents)
     with paused_collection():
         header, begins = lay_out(contents, order, save_id)
     file_bytes = len(header) + sum(content.nbytes for content in contents)
 
-    checksums, digests = np.zeros(len(contents), dtype=np.uint64), [_NO_DIGEST] * len(contents)
-    fingerprints = np.zeros((len(contents), 2), dtype=np.uint64)
-    if fingerprint:
-        expect(file_bytes)
+    sums = Sums(contents, fingerprint)
     writer = store.open_writer(key, file_bytes)
     try:
         writer.write(0, [memoryview(header)])
-        job = _Job(writer, contents, begins, checksums, digests, durable, advance)
-        if fingerprint:
-            job.fingerprints = fingerprints
+        job = _Job(writer, contents, begins, sums, durable, advance)
         run_all(job.write, _batches(contents, order), threads)
         if durable:
             writer.sync()
@@ -150,9 +146,9 @@ def write_file(
         len(header),
         signed(checksum(header)),
         begins,
-        checksums.view(np.int64),
-        join_digests(digests),
-        fingerprints.view(np.int64),
+        sums.checksums,
+        sums.digests,
+        sums.fingerprints,
     )
 
 
@@ -164,7 +160,7 @@ def lay_out(contents: Sequence[Content], order: Sequence[int], save_id: str) -> 
     for i in order:
         content = contents[i]
         begins[i] = position
-        entries[content.key] = _entry(content, position)
+        entries[content.key] = stored_entry(content, position)
         position += content.nbytes
     notes = {"format": "pt", "save_id": save_id} if save_id else {"format": "pt"}
     header = build_header(entries, notes)
@@ -181,15 +177,120 @@ def region_key(fqn: str, shape: Sequence[int], offsets: Sequence[int], sizes: Se
     return f"{fqn}[{region}]"
 
 
-def _alignment(dtype: torch.dtype) -> int:
-    """Contents are ordered by element size, so that each begins at a multiple of its own."""
-    return dtype.itemsize
+def file_order(contents: Sequence[Content]) -> list[int]:
+    """Contents by element size, so that each begins at a multiple of its own."""
+    return sorted(range(len(contents)), key=lambda i: -contents[i].dtype.itemsize)
 
 
-def _entry(content: Content, begin: int) -> Entry:
+def stored_entry(content: Content, begin: int) -> Entry:
+    """How the header describes a content that is stored as it is."""
     name = SAFETENSORS_DTYPES.get(content.dtype)
     shape = content.shape if name is not None else (content.nbytes,)
     return Entry(name or "U8", tuple(shape), begin, begin + content.nbytes)
+
+
+def check_planned(content: Content, nbytes: int) -> None:
+    """Refuse data of another size than was planned."""
+    if nbytes != content.nbytes:
+        raise ValueError(
+            f"{content.key!r} was planned with {content.nbytes} bytes, but its data has "
+            f"{nbytes}: the planner's resolve_data must return what its plan announced"
+        )
+
+
+class ChunkSums:
+    """What stands for one chunk, of which the bytes are given in order."""
+
+    def __init__(self, fingerprint: RegionFingerprint | None) -> None:
+        self._digester = Digester()
+        self._probe: int | None = None
+        self._fingerprint = fingerprint
+
+    def update(self, piece: memoryview) -> None:
+        if self._probe is None:
+            self._probe = probe(piece)
+        self._digester.update(piece)
+        if self._fingerprint is not None:
+            self._fingerprint.update(piece)
+
+    def probe(self) -> int:
+        return probe(b"") if self._probe is None else self._probe
+
+    def digest(self) -> bytes:
+        return self._digester.digest()
+
+    def fingerprint(self) -> Any:
+        """Two sums, or 0."""
+        return 0 if self._fingerprint is None else self._fingerprint.sums()
+
+
+class Sums:
+    """What stands for each of some contents, as far as it is known."""
+
+    def __init__(self, contents: Sequence[Content], fingerprint: bool) -> None:
+        self._contents = contents
+        self._fingerprints_wanted = fingerprint
+        self._checksums = np.zeros(len(contents), dtype=np.uint64)
+        self._digests = [_NO_DIGEST] * len(contents)
+        self._fingerprints = np.zeros((len(contents), 2), dtype=np.uint64)
+        if fingerprint:
+            expect(sum(content.nbytes for content in contents))
+
+    def start_chunk(self, i: int) -> ChunkSums:
+        wanted = self._fingerprints_wanted
+        return ChunkSums(self._contents[i].start_fingerprint() if wanted else None)
+
+    def end_chunk(self, i: int, chunk: ChunkSums) -> None:
+        self._checksums[i], self._digests[i] = chunk.probe(), chunk.digest()
+        self._fingerprints[i] = chunk.fingerprint()
+
+    def note_checksum(self, i: int, checksum_of_stored: int) -> None:
+        self._checksums[i] = checksum_of_stored
+
+    @property
+    def checksums(self) -> Ints:
+        """Of chunks, the probes."""
+        return self._checksums.view(np.int64)
+
+    @property
+    def digests(self) -> Digests:
+        return join_digests(self._digests)
+
+    @property
+    def fingerprints(self) -> Ints:
+        return self._fingerprints.view(np.int64)
+
+
+class Gathered(NamedTuple):
+    """The bytes of some contents, and the tensors that they are the memory of."""
+
+    views: list[memoryview]
+    owners: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.views))
+
+
+def gather(contents: Sequence[Content], batch: Sequence[int], sums: Sums) -> Gathered:
+    """The bytes of small contents, whose checksums are noted."""
+    gathered = Gathered([], [])
+    for i in batch:
+        data = contents[i].resolve()
+        if isinstance(data, torch.Tensor):
+            if not is_direct(data):
+                data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            gathered.owners.append(data)
+            data = byte_view(data)
+            chunk = sums.start_chunk(i)
+            chunk.update(data)
+            sums.end_chunk(i, chunk)
+        else:
+            sums.note_checksum(i, checksum(data))
+        check_planned(contents[i], len(data))
+        if len(data):
+            gathered.views.append(data)
+    return gathered
 
 
 def _batches(contents: Sequence[Content], order: Sequence[int]) -> list[list[int]]:
@@ -221,8 +322,7 @@ class _Job:
         writer: Writer,
         contents: Sequence[Content],
         begins: Ints,
-        checksums: npt.NDArray[np.uint64],
-        digests: list[bytes],
+        sums: Sums,
         durable: bool,
         advance: Callable[[int], None],
     ) -> None:
@@ -230,10 +330,7 @@ class _Job:
         self._writer = writer
         self._contents = contents
         self._begins = begins
-        self._checksums = checksums
-        self._digests = digests
-        self.fingerprints: npt.NDArray[np.uint64] | None = None
-        """Where they are to go, if they are to be computed."""
+        self._sums = sums
         self._durable = durable
         self._local = threading.local()
 
@@ -241,54 +338,25 @@ class _Job:
         if len(batch) == 1:
             self._write_one(batch[0])
             return
-        views = []
-        alive = []
-        for i in batch:
-            data = self._contents[i].resolve()
-            if isinstance(data, torch.Tensor):
-                if not is_direct(data):
-                    data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                alive.append(data)
-                data = byte_view(data)
-                self._checksums[i], self._digests[i] = probe(data), digest(data)
-                part = self._start_fingerprint(i)
-                if part is not None:
-                    part.update(data)
-                self._end_fingerprint(i, part)
-            else:
-                self._checksums[i] = checksum(data)
-            self._check(i, len(data))
-            views.append(data)
-        self._writer.write(int(self._begins[batch[0]]), [view for view in views if len(view)])
-        self._advance(sum(map(len, views)))
+        gathered = gather(self._contents, batch, self._sums)
+        self._writer.write(int(self._begins[batch[0]]), gathered.views)
+        self._advance(gathered.nbytes)
 
     def _write_one(self, i: int) -> None:
         data = self._contents[i].resolve()
         if not isinstance(data, torch.Tensor):
-            self._check(i, len(data))
-            self._checksums[i] = checksum(data)
+            check_planned(self._contents[i], len(data))
+            self._sums.note_checksum(i, checksum(data))
             self._write_piece(int(self._begins[i]), data)
             return
-        self._check(i, data.nbytes)
-        position = begin = int(self._begins[i])
-        digester, part = Digester(), self._start_fingerprint(i)
+        check_planned(self._contents[i], data.nbytes)
+        position = int(self._begins[i])
+        chunk = self._sums.start_chunk(i)
         for piece in pieces(data, _PIECE_BYTES, self._bounce()):
-            if position == begin:
-                self._checksums[i] = probe(piece)
-            digester.update(piece)
-            if part is not None:
-                part.update(piece)
+            chunk.update(piece)
             self._write_piece(position, piece)
             position += len(piece)
-        self._digests[i] = digester.digest()
-        self._end_fingerprint(i, part)
-
-    def _start_fingerprint(self, i: int) -> RegionFingerprint | None:
-        return None if self.fingerprints is None else self._contents[i].start_fingerprint()
-
-    def _end_fingerprint(self, i: int, part: RegionFingerprint | None) -> None:
-        if part is not None and self.fingerprints is not None:
-            self.fingerprints[i] = part.sums()
+        self._sums.end_chunk(i, chunk)
 
     def _write_piece(self, position: int, piece: memoryview) -> None:
         self._writer.write(position, [piece])
@@ -301,11 +369,3 @@ class _Job:
         if bounce is None:
             bounce = self._local.bounce = BounceBuffer(_PIECE_BYTES)
         return bounce
-
-    def _check(self, i: int, nbytes: int) -> None:
-        content = self._contents[i]
-        if nbytes != content.nbytes:
-            raise ValueError(
-                f"{content.key!r} was planned with {content.nbytes} bytes, but its data has "
-                f"{nbytes}: the planner's resolve_data must return what its plan announced"
-            )

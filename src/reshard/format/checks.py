@@ -14,6 +14,8 @@ from reshard.planning.columns import DTYPE_ITEMSIZES, DTYPES, MOST_DIMS, Bools, 
 from reshard.planning.coverage import bounds_and_cuts, find_overlapped, find_untiled
 
 DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_MOST_EXPANSION_BITS = 16
+"""Codecs shrink data to no less than one part in 2**16; zstd to one in 2**15."""
 _SAFE_PATH = re.compile(r"[^/\\\x00:][^\\\x00:]*")
 _LOCATION = re.compile(r"(?:\.\./)+([^/\\\x00:][^\\\x00:]*)")
 
@@ -182,6 +184,10 @@ def _check_places(m: Manifest, where: str, shared_bytes: bool) -> None:
         raise CorruptCheckpointError(
             f"{where} places {_name_of(m, owners, row)!r} at byte {begins[row]} of "
             f"{m.files[files[row]]!r}, {lengths[row]} bytes long, but that file has {sizes[row]}"
+        )
+    if (m.chunk_nbytes >> _MOST_EXPANSION_BITS > m.stored_nbytes).any():
+        raise CorruptCheckpointError(
+            f"{where} contradicts itself: it has a chunk that is encoded in too few bytes"
         )
     # Several chunks may refer to the same bytes of another checkpoint.
     own = np.ones(len(files), dtype=bool) if m.file_origins is None else m.file_origins[files] < 0

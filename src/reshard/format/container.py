@@ -50,16 +50,19 @@ class Entry(NamedTuple):
     end: int
 
 
-def build_header(entries: Mapping[str, Entry], notes: Mapping[str, str]) -> bytes:
+def build_header(
+    entries: Mapping[str, Entry], notes: Mapping[str, str], least_bytes: int = 0
+) -> bytes:
     """The first bytes of a container, up to where its data begins.
 
-    Entries must follow one another without a gap, in order.
+    Entries must follow one another without a gap, in order. `least_bytes` is a multiple of
+    `ALIGNMENT`.
     """
     content: dict[str, Any] = {"__metadata__": notes} if notes else {}
     for name, (dtype, shape, begin, end) in entries.items():
         content[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = msgspec.json.encode(content)
-    padding = -(8 + len(text)) % ALIGNMENT
+    padding = max(-(8 + len(text)) % ALIGNMENT, least_bytes - 8 - len(text))
     return struct.pack("<Q", len(text) + padding) + text + b" " * padding
 
 

@@ -15,6 +15,7 @@ from reshard.coordination.channel import Channel, checking_arguments
 from reshard.coordination.exchange import TextExchange
 from reshard.default_planner import DefaultSavePlanner
 from reshard.engine.collector import paused_collection, paused_in_front
+from reshard.format.codec import check_compress
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
 from reshard.operations.replicas import ReplicaCheck
@@ -63,6 +64,7 @@ class SaveSettings:
                 "frozen names tensors that need not be copied because the base holds them: pass "
                 "base as well"
             )
+        check_compress(self.compress)
         asked = {"base": self.base, "compress": self.compress, "fingerprint": self.fingerprint}
         taken = getattr(writer, "call_settings", ())
         for name, value in asked.items():

@@ -61,7 +61,7 @@ class LocalStore:
         for path in missing:
             self._sync_directory(os.path.dirname(path) or ".")
 
-    def open_writer(self, key: str, nbytes: int) -> _LocalWriter:
+    def open_writer(self, key: str, nbytes: int | None) -> _LocalWriter:
         return self._open_writer(key, os.O_CREAT | os.O_EXCL)
 
     def _open_writer(self, key: str, flags: int) -> _LocalWriter:

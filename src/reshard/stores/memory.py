@@ -24,11 +24,11 @@ class MemoryStore:
     def create(self) -> None:
         """Nothing to make."""
 
-    def open_writer(self, key: str, nbytes: int) -> _MemoryFile:
+    def open_writer(self, key: str, nbytes: int | None) -> _MemoryFile:
         with self._lock:
             if key in self.files:
                 raise FileExistsError(f"there is a {key!r} in this memory store already")
-            self.files[key] = bytearray(nbytes)
+            self.files[key] = bytearray(nbytes or 0)
             self._times[key] = time.time()
         return _MemoryFile(self.files[key])
 
@@ -86,12 +86,16 @@ def _version(content: bytes | bytearray) -> str:
 class _MemoryFile:
     def __init__(self, content: bytearray) -> None:
         self._content = content
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         return len(self._content)
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        with self._lock:
+            end = offset + sum(map(len, buffers))
+            self._content.extend(bytes(max(0, end - len(self._content))))
         for buffer in buffers:
             self._content[offset : offset + len(buffer)] = buffer
             offset += len(buffer)

@@ -18,7 +18,7 @@ class VersionConflict(Exception):  # noqa: N818 - control flow between a store a
 
 
 class Writer(Protocol):
-    """A file of known size that is being written, from several threads if need be."""
+    """A file that is being written, from several threads if need be."""
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers` one after the other from `offset` on; all or an error.
@@ -79,8 +79,11 @@ class Store(Protocol):
     def create(self) -> None:
         """Make the place, if it has to be made. Harmless if it is there."""
 
-    def open_writer(self, key: str, nbytes: int) -> Writer:
-        """A new file; FileExistsError if there is one of that key."""
+    def open_writer(self, key: str, nbytes: int | None) -> Writer:
+        """A new file; FileExistsError if there is one of that key.
+
+        Its size, if that is known; otherwise it is as long as what is written to it.
+        """
 
     def open_reader(self, key: str) -> Reader:
         """A file that is there; FileNotFoundError if it is not."""

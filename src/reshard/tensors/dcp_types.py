@@ -25,6 +25,13 @@ def to_index(index: Any) -> MetadataIndex:
     return MetadataIndex(index.fqn, index.offset, index.index)
 
 
+def default_extension_registry() -> Any:
+    """The stream extensions that torch knows by itself."""
+    from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+    return ExtensionRegistry()
+
+
 def to_properties(properties: Any) -> TensorProperties:
     if isinstance(properties, TensorProperties):
         return properties
