@@ -173,10 +173,10 @@ def compressible_state(mesh: Any = None) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 1 << 15, (1000, 1100), generator=generator, dtype=torch.int16)
     state = {
-        "wide": (noise & 255).to(torch.int64)[:400],
-        "weights": (noise & 127 | 16000).view(torch.bfloat16),
-        "bytes": (noise & 3).to(torch.uint8),
-        "noise": noise[:100].contiguous(),
+        "wide": (noise & 3).to(torch.int64)[:200],
+        "weights": (noise & 15 | 16000)[:400].contiguous().view(torch.bfloat16),
+        "bytes": (noise & 1).to(torch.uint8),
+        "noise": noise[:40].contiguous(),
         "small": torch.arange(5),
     }
     if mesh is not None:
