@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from reshard.engine.reading import _compare, _too_short
+from reshard.engine.reading import compare, too_short
 from reshard.engine.workers import default_threads, run_all
 from reshard.format.checksum import Digester
 from reshard.stores.protocol import CutShortError, Reader
@@ -41,7 +41,7 @@ def check_chunks(chunks: Sequence[StoredChunk], readers: Mapping[str, Reader], w
                 reader.read_into(chunk.begin + begin, [piece])
                 hasher.update(piece)
         except CutShortError as error:
-            raise _too_short(chunk.name, place, error) from error
-        _compare(hasher.digest(), chunk.digest, chunk.name, place)
+            raise too_short(chunk.name, place, error) from error
+        compare(hasher.digest(), chunk.digest, chunk.name, place)
 
     run_all(check, sorted(chunks, key=lambda chunk: chunk[1:3]), default_threads())

@@ -171,14 +171,14 @@ def read_bytes(
         try:
             reader.read_into(begin, [memoryview(buffer)])
         except CutShortError as error:
-            raise _too_short(name, where, error) from error
+            raise too_short(name, where, error) from error
     if verify is not Verify.OFF:
         found = checksum(memoryview(buffer)).to_bytes(8, "big")
-        _compare(found, (expected & (1 << 64) - 1).to_bytes(8, "big"), name, where)
+        compare(found, (expected & (1 << 64) - 1).to_bytes(8, "big"), name, where)
     return bytes(buffer)
 
 
-def _compare(found: bytes, expected: bytes, name: str, where: str) -> None:
+def compare(found: bytes, expected: bytes, name: str, where: str) -> None:
     if found != expected:
         raise CorruptCheckpointError(
             f"the stored bytes of {name!r} in {where} are damaged: their checksum is "
@@ -186,7 +186,7 @@ def _compare(found: bytes, expected: bytes, name: str, where: str) -> None:
         )
 
 
-def _too_short(name: str, where: str, error: CutShortError) -> CorruptCheckpointError:
+def too_short(name: str, where: str, error: CutShortError) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"the stored bytes of {name!r} are not all there: {where} was cut short at byte "
         f"{error.end}. Load another checkpoint"
@@ -252,7 +252,7 @@ class _Job:
             # Neighbours are in the order in which they lie in the file.
             ends = ((r, _position(r) + r.nbytes) for r in batch)
             lost = next((r for r, end in ends if end > error.end), batch[-1])
-            raise _too_short(lost.name, self._in(lost), error) from error
+            raise too_short(lost.name, self._in(lost), error) from error
         for request in batch:
             if request.done is not None:
                 request.done()
@@ -272,7 +272,7 @@ class _Job:
         for request in batch:
             if request.whole and (self._verify is not Verify.OFF or request.suspect):
                 found = digest(byte_view(request.target))
-                _compare(found, request.digest, request.name, self._in(request))
+                compare(found, request.digest, request.name, self._in(request))
 
     def _read_one(self, request: Request) -> None:
         if not request.nbytes:
@@ -307,7 +307,7 @@ class _Job:
             filler.fill(hasher)
         chunk_bytes = math.prod(request.chunk_shape) * request.dtype.itemsize
         self._hash(request, end, chunk_bytes, hasher)
-        _compare(hasher.digest(), request.digest, request.name, self._in(request))
+        compare(hasher.digest(), request.digest, request.name, self._in(request))
         self._verified.add((request.file, request.begin))
 
     def _hash(self, request: Request, begin: int, end: int, hasher: Any) -> None:

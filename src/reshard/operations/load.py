@@ -222,9 +222,10 @@ class Load:
         if self.settings.assign:
             self.states = self._with_blanks(self.states)
         seen = renamed(self.metadata, self.settings.rename)
-        self._stored_names = dict(
-            zip(seen.state_dict_metadata, self.metadata.state_dict_metadata, strict=True)
-        )
+        if self._manifest is not None:
+            self._stored_names = dict(
+                zip(seen.state_dict_metadata, self.metadata.state_dict_metadata, strict=True)
+            )
         self._ask_for_templates(seen)
         # From here on nobody is asked for a state, which may take memory and make cycles.
         self._quiet.enter_context(paused_in_front())
