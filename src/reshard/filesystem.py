@@ -9,7 +9,7 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class FileSystemWriter(StorageWriter):
         self._save: OpenSave | None = None
         self._id_is_used = False
         self.base: str | os.PathLike[str] | None = None
-        self.unchanged: Collection[str] = ()
+        self.unchanged: Mapping[str, bytes] | None = None
         self._base: Base | None = None
         self.compress: str | None = None
         self.fingerprint = False
