@@ -200,7 +200,8 @@ class LocalStore:
     def neighbours(self) -> Sequence[str]:
         parent = os.path.dirname(os.path.realpath(self.location))
         with self._system.scandir(parent) as entries:
-            return sorted(f"../{entry.name}" for entry in entries if entry.is_dir())
+            # Not `is_dir` of the entry, which raises for links that lead in a circle.
+            return sorted(f"../{entry.name}" for entry in entries if os.path.isdir(entry.path))
 
     def _sync_directory(self, path: str) -> None:
         descriptor = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
