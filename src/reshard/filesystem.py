@@ -143,9 +143,9 @@ class FileSystemWriter(StorageWriter):
         For the coordinator. Nothing that is there is touched.
         """
         base = self._open_base()
-        self._open_save().begin(self.overwrite, base.locations if base else ())
-        if base is not None:
-            # After the claim: whoever deletes the base from now on sees it.
+        is_new = self._open_save().begin(self.overwrite, base.locations if base else ())
+        if base is not None and is_new:
+            # After the claim: whoever replaces or deletes the base from now on sees it.
             base.check_unchanged()
         self._id_is_used = True
         return self.save_id
