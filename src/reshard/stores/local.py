@@ -162,7 +162,7 @@ class LocalStore:
 
     def modified(self, key: str) -> float | None:
         try:
-            return float(self._system.stat(self._path(key), follow_symlinks=False).st_mtime)
+            return float(self._system.stat(self._path(key)).st_mtime)
         except FileNotFoundError:
             return None
 
