@@ -210,7 +210,7 @@ class FileSystemWriter(StorageWriter):
         self._check_codec()
         save = self._open_save()
         self._open_base()
-        save.store.create()
+        save.create_place()
         save.check_may_write(self.overwrite)
         if not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_ticket(self.rank, self.save_id))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -49,6 +50,7 @@ class OpenSave:
         self.written: list[str] = []
         self._claim: str | None = None
         self._replaces: str | None = None
+        self._made_place = False
 
     def begin(self, overwrite: bool, refers_to: Sequence[str] = ()) -> bool:
         """Claim the place before any file of the save is written; False if that was done before.
@@ -58,7 +60,7 @@ class OpenSave:
         """
         if self._claim is not None:
             return False
-        self.store.create()
+        self.create_place()
         self._replaces = self.store.version(MANIFEST)
         self.check_may_write(overwrite)
         self._claim = claim_name(self.save_id)
@@ -71,6 +73,10 @@ class OpenSave:
                 "another place"
             )
         return True
+
+    def create_place(self) -> None:
+        """Make the place; it is removed again if the save fails."""
+        self._made_place |= self.store.create()
 
     def check_may_write(self, overwrite: bool) -> None:
         if not overwrite and has_checkpoint(self.store):
@@ -160,6 +166,9 @@ class OpenSave:
         self._claim, self.written = None, []
         if unneeded and not self._is_committed(is_coordinator):
             delete_quietly(self.store, unneeded)
+        if self._made_place:
+            with contextlib.suppress(OSError):
+                self.store.remove()
 
     def _is_committed(self, is_coordinator: bool) -> bool:
         if is_coordinator and self.store.version(MANIFEST) == self._replaces:

@@ -49,7 +49,7 @@ class LocalStore:
     def _path(self, key: str) -> str:
         return f"{self.location}/{key}"
 
-    def create(self) -> None:
+    def create(self) -> bool:
         missing = []
         path = self.location
         while not os.path.isdir(path):
@@ -60,6 +60,7 @@ class LocalStore:
         # The name of a new directory is stored in its parent.
         for path in missing:
             self._sync_directory(os.path.dirname(path) or ".")
+        return bool(missing)
 
     def open_writer(self, key: str, nbytes: int | None) -> _LocalWriter:
         return self._open_writer(key, os.O_CREAT | os.O_EXCL)
