@@ -245,6 +245,16 @@ def test_a_chain_is_flat(parts: tuple[int, ...], tmp_path: Path) -> None:
     assert same_bits(reshard.read_state_dict(places[3])["w"], tensors()["w"])
 
 
+def test_a_chain_through_several_folders_is_flat(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("a", "x/b", "x/y/c", "z/d")]
+    for number, place in enumerate(places):
+        save(tensors(), place, base=places[number - 1] if number else None)
+
+    assert [origins(place) for place in places[1:]] == [["../../a"], ["../../../a"], ["../../a"]]
+    for place in places:
+        assert same_bits(reshard.read_state_dict(place)["w"], tensors()["w"])
+
+
 def test_a_checkpoint_may_refer_to_several(tmp_path: Path) -> None:
     state_dict: dict[str, torch.Tensor] = {}
     for number in range(5):
