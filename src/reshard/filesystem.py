@@ -9,7 +9,7 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class FileSystemWriter(StorageWriter):
         self._save: OpenSave | None = None
         self._id_is_used = False
         self.base: str | os.PathLike[str] | None = None
-        self.unchanged: Collection[str] = ()
+        self.unchanged: Mapping[str, bytes] | None = None
         self._base: Base | None = None
         self.compress: str | None = None
         self.fingerprint = False
@@ -143,9 +143,9 @@ class FileSystemWriter(StorageWriter):
         For the coordinator. Nothing that is there is touched.
         """
         base = self._open_base()
-        self._open_save().begin(self.overwrite, base.locations if base else ())
-        if base is not None:
-            # After the claim: whoever deletes the base from now on sees it.
+        is_new = self._open_save().begin(self.overwrite, base.locations if base else ())
+        if base is not None and is_new:
+            # After the claim: whoever replaces or deletes the base from now on sees it.
             base.check_unchanged()
         self._id_is_used = True
         return self.save_id
@@ -210,7 +210,7 @@ class FileSystemWriter(StorageWriter):
         self._check_codec()
         save = self._open_save()
         self._open_base()
-        save.store.create()
+        save.create_place()
         save.check_may_write(self.overwrite)
         if not self.use_collectives:
             return dataclasses.replace(plan, storage_data=_ticket(self.rank, self.save_id))

@@ -358,6 +358,65 @@ class StoreTests:
 
         assert get(store, "a") == b"1"
 
+    def test_a_place_is_found_by_its_relative_location_from_either_side(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"here")
+        other = store.at("../other")
+        other.create()
+        put(other, "b", b"there")
+
+        assert store.relative(other.location) == "../other"
+        assert get(store.at("../other"), "b") == b"there"
+        back = other.relative(store.location)
+        assert get(other.at(back), "a") == b"here"
+        assert store.list() == ["a"]
+        assert other.list() == ["b"]
+
+    def test_a_place_is_at_its_own_location(self, store: Store) -> None:
+        store.create()
+
+        assert store.relative(store.location) == "."
+        assert store.at("../other").relative(store.at("../other").location) == "."
+
+    def test_a_location_of_nothing_has_no_files(self, store: Store) -> None:
+        store.create()
+
+        assert store.at("../nothing").list() == []
+        assert store.at("../nothing").version("a") is None
+
+    def test_neighbours_are_all_places_beside_this_one_and_itself(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"1")
+        for name in ("x", "y"):
+            other = store.at(f"../{name}")
+            other.create()
+            put(other, "a", b"1")
+
+        found = store.neighbours()
+
+        assert {"../x", "../y"} < set(found)
+        assert sum(store.relative(store.at(each).location) == "." for each in found) == 1
+        assert all(store.at(each).list() == ["a"] for each in found)
+
+    def test_a_place_with_files_is_not_removed(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"1")
+        store.remove()
+
+        assert get(store, "a") == b"1"
+
+    def test_a_place_without_files_can_be_removed_and_made_again(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"1")
+        store.delete("a")
+        store.remove()
+        store.remove()
+        assert store.list() == []
+
+        store.create()
+        put(store, "a", b"2")
+        assert get(store, "a") == b"2"
+
 
 class TestLocalStore(StoreTests):
     @pytest.fixture
@@ -377,6 +436,85 @@ class TestLocalStore(StoreTests):
         LocalStore(tmp_path / "a" / "b" / "c").create()
 
         assert (tmp_path / "a" / "b" / "c").is_dir()
+
+    def test_a_directory_is_removed_if_it_is_empty_and_its_parents_stay(
+        self, tmp_path: Path
+    ) -> None:
+        store = LocalStore(tmp_path / "a" / "b")
+        store.create()
+        (tmp_path / "a" / "b" / "of others").mkdir()
+        store.remove()
+        assert (tmp_path / "a" / "b").is_dir()
+        (tmp_path / "a" / "b" / "of others").rmdir()
+
+        store.remove()
+
+        assert (tmp_path / "a").is_dir()
+        assert not (tmp_path / "a" / "b").exists()
+
+    @pytest.mark.parametrize(
+        ("place", "location"),
+        [
+            ("root/b", "../b"),
+            ("root", "../../root"),
+            ("other/b", "../../other/b"),
+            ("root/here.more", "../here.more"),
+            ("root/link", "."),
+            ("root/here/../here/", "."),
+            ("root/to b", "../b"),
+        ],
+    )
+    def test_locations_end_with_a_name_and_lead_around_links(
+        self, place: str, location: str, tmp_path: Path
+    ) -> None:
+        store = LocalStore(tmp_path / "root" / "here")
+        store.create()
+        (tmp_path / "root" / "link").symlink_to("here")
+        (tmp_path / "root" / "to b").symlink_to("b")
+
+        assert store.relative(tmp_path / place) == location
+        assert store.relative(str(tmp_path / place)) == location
+        if location != ".":
+            assert store.at(location).location == os.path.realpath(tmp_path / place)
+
+    @pytest.mark.parametrize("place", ["here/x", "here/x/y", "link"])
+    def test_a_place_within_has_no_location(self, place: str, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path / "here")
+        store.create()
+        (tmp_path / "link").symlink_to("here/inside")
+
+        with pytest.raises(ValueError, match="lies within"):
+            store.relative(tmp_path / place)
+
+    def test_a_store_that_is_reached_by_a_link_looks_around_where_it_really_is(
+        self, tmp_path: Path
+    ) -> None:
+        for name in ("root/here", "root/b", "far"):
+            (tmp_path / name).mkdir(parents=True)
+        (tmp_path / "far" / "link").symlink_to(tmp_path / "root" / "here")
+        store = LocalStore(tmp_path / "far" / "link")
+
+        assert store.relative(tmp_path / "root" / "b") == "../b"
+        assert store.at("../b").location == str(tmp_path / "root" / "b")
+        assert store.neighbours() == ["../b", "../here"]
+
+    def test_neighbours_are_directories_and_links_to_them(self, tmp_path: Path) -> None:
+        store = LocalStore(tmp_path / "here")
+        store.create()
+        (tmp_path / "b").mkdir()
+        (tmp_path / "file").write_bytes(b"")
+        (tmp_path / "link").symlink_to("b")
+        (tmp_path / "loop").symlink_to("loop")
+        (tmp_path / "dangling").symlink_to("nothing")
+
+        assert store.neighbours() == ["../b", "../here", "../link"]
+
+    def test_a_file_was_written_when_what_a_link_leads_to_was(self, tmp_path: Path) -> None:
+        (tmp_path / "target").write_bytes(b"1")
+        (tmp_path / "link").symlink_to("target")
+        os.utime(tmp_path / "target", (1000, 1000))
+
+        assert LocalStore(tmp_path).modified("link") == 1000
 
     @pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
     def test_a_commit_that_fails_leaves_the_old_content(self, call: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import reshard
 from reshard.stores.local import LocalStore
 
-CHANGING = ("makedirs", "open", "pwritev", "fsync", "close", "rename", "unlink")
+CHANGING = ("makedirs", "open", "pwritev", "fsync", "close", "rename", "unlink", "rmdir")
 
 
 class WatchedSystem:

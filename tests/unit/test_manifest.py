@@ -113,7 +113,7 @@ def test_columns_that_may_be_absent_come_back_as_they_were() -> None:
                 "../a/",
                 "a/../../b",
                 "../a\\b",
-                "../c:",
+                "../a\nb",
                 "../\0",
                 "",
             )

@@ -132,6 +132,11 @@ class SaveQueue:
                 )
         self.raise_unseen(place)
 
+    def is_busy_with(self, place: str) -> bool:
+        """Whether a save to a place is in flight."""
+        with self._changed:
+            return any(future.place == place for future in self._in_flight)
+
     def settle_before_save(self, place: str | None) -> None:
         """Make sure that a save may begin: no earlier one has failed unseen, none writes there."""
         self.raise_unseen()

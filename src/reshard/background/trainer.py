@@ -138,7 +138,7 @@ class BackgroundSave:
         self._unchanged = unchanged
         if not unchanged.kept:
             return stager.stage(state_dict)
-        self.settings = dataclasses.replace(self.settings, unchanged=unchanged.names)
+        self.settings = dataclasses.replace(self.settings, unchanged=unchanged.digests)
         return stager.stage(state_dict, kept=unchanged.tensors)  # type: ignore[call-arg]
 
     def _own_stager(self) -> AsyncStager:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.api import BaseError
+from reshard.background.queue import save_queue
 from reshard.checkpoint.bases import Base, base_location, open_base
 from reshard.checkpoint.directory import MANIFEST
 from reshard.engine.memory import BounceBuffer, byte_view, is_direct
@@ -26,6 +27,7 @@ from reshard.format.checksum import probe, signed
 from reshard.operations.save import SaveSettings
 from reshard.planner import SavePlanner
 from reshard.plans.traits import save_traits
+from reshard.snapshots.survey import addresses_in
 from reshard.stores.local import LocalStore
 from reshard.tensors.flatten import flatten_state_dict
 from reshard.tensors.shards import DTensorReader, is_dense, is_plain, plain_local_tensor
@@ -53,8 +55,9 @@ class Unchanged:
     """Of all tensors, as they are when the state is copied."""
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(each.content.name for each in self.kept)
+    def digests(self) -> dict[str, bytes]:
+        """What the tensors hold, by name."""
+        return {each.content.name: each.digest for each in self.kept}
 
     @property
     def tensors(self) -> frozenset[int]:
@@ -122,6 +125,9 @@ def find_unchanged(
     """The tensors that a save to `place` need not copy."""
     if settings.base is None or place is None or "://" in place:
         return Unchanged()
+    if save_queue().is_busy_with(os.path.realpath(settings.base)):
+        # What will be there when the turn of this save comes is not there yet.
+        return Unchanged()
     store = LocalStore(place)
     base = open_base(store, base_location(store, settings.base))
     found = Unchanged()
@@ -132,11 +138,9 @@ def find_unchanged(
     for content, tensor in _contents(state_dict):
         stamp = stamp_of(tensor)
         found.stamps[content.name] = stamp
-        if any(fnmatch.fnmatchcase(content.name, pattern) for pattern in patterns):
-            trusted = None
-        elif before.get(content.name) == stamp and not tensor.requires_grad:
-            trusted = stamp
-        else:
+        trusted = stamp if before.get(content.name) == stamp else None
+        is_frozen = any(fnmatch.fnmatchcase(content.name, pattern) for pattern in patterns)
+        if not is_frozen and (trusted is None or tensor.requires_grad):
             continue
         if settings.check_replicas:
             # Replicas are compared by what was copied.
@@ -144,6 +148,15 @@ def find_unchanged(
         digest = _digest_in_base(base, content, tensor, settings.fingerprint)
         if digest is not None:
             found.kept.append(_Kept(content, tensor, digest, trusted))
+    if found.kept:
+        # A tensor that is left where it is, is left so under all of its names.
+        everywhere = Counter(addresses_in(state_dict))
+        here = Counter(each.tensor.data_ptr() for each in found.kept)
+        found.kept = [
+            each
+            for each in found.kept
+            if here[each.tensor.data_ptr()] == everywhere[each.tensor.data_ptr()]
+        ]
     return found
 
 

@@ -17,6 +17,7 @@ from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.process_wide import ProcessWide
 from reshard.engine.runs import is_one_run, ravel
 from reshard.engine.writing import Content, Hashed
+from reshard.format.checks import is_plain_location, is_plain_path
 from reshard.format.checksum import PROBE_BYTES, Digester, checksum, probe, signed
 from reshard.format.container import SAFETENSORS_DTYPES, Entry, parse_header
 from reshard.format.container import header_nbytes as length_of_header
@@ -73,18 +74,32 @@ def base_location(store: Store, base: str | os.PathLike[str]) -> str:
             f"a checkpoint cannot be its own base: {os.fspath(base)!r} is where the save goes. "
             "Pass another checkpoint as the base, or save to another place"
         )
+    if not is_plain_location(location):
+        raise BaseError(
+            f"the base cannot be referred to as {location!r}: a name in it has a backslash, a "
+            "control character or is not UTF-8. Rename it"
+        )
     return location
 
 
 def open_base(store: Store, location: str) -> Base:
     """Open the base at `location`, for a save to `store`."""
     there = store.at(location)
-    keys = there.list()
+    try:
+        keys = there.list()
+    except NotADirectoryError:
+        raise BaseError(
+            f"the base cannot be used: {there.location} is a file. Pass the directory of a "
+            "checkpoint or of safetensors files"
+        ) from None
     plain = [key for key in keys if key.endswith(_SUFFIX) and not is_shard_name(key)]
     try:
         if MANIFEST not in keys and plain:
-            return PlainFiles(there, location, plain)
-        return StoredCheckpoint(store, there, location)
+            return PlainFiles(there, location, [key for key in plain if is_plain_path(key)])
+        base = StoredCheckpoint(store, there, location)
+        # Before anything is made. It is looked at again when this save can be seen.
+        base.check_unchanged()
+        return base
     except CheckpointException as error:
         # The class says what is wrong with it.
         raise type(error)(f"the base cannot be used: {error}") from error
@@ -142,18 +157,17 @@ class StoredCheckpoint:
     def check_unchanged(self) -> None:
         where = self._there.location
         if is_being_deleted(self._there):
-            raise BaseError(
-                f"the base at {where} is being deleted. Save without it, or with another"
-            )
+            raise BaseError(f"{where} is being deleted. Save without a base, or with another")
         if self._there.version(MANIFEST) != self._version:
-            raise BaseError(
-                f"the base at {where} was replaced or deleted while this save began. Save again"
-            )
+            raise BaseError(f"{where} was replaced or deleted while this save began. Save again")
 
 
 def _seen_from(store: Store, there: Store, location: str, origin: Origin) -> Origin | None:
     """An origin of the base, relative to the new checkpoint; None if that is where it lies."""
-    place = store.relative(there.at(origin.location).location)
+    try:
+        place = store.relative(there.at(origin.location).location)
+    except ValueError:
+        return None
     return None if place == "." else Origin(place, origin.save_id)
 
 

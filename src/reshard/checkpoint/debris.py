@@ -14,11 +14,14 @@ from reshard.api import CheckpointInUseError, CheckpointNotFoundError
 from reshard.checkpoint.dependents import claims_in, dependents_of, files_in_use
 from reshard.checkpoint.directory import (
     CLAIM,
+    DELETION,
     MANIFEST,
     PART,
     SHARD_FILE,
     delete_quietly,
     deletion_name,
+    has_checkpoint,
+    is_being_deleted,
     put_new,
     token_of,
 )
@@ -83,10 +86,16 @@ def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None
     deletion is announced before they are looked for: a save that refers to the checkpoint makes its
     claim first, and then looks for announcements. So one of the two sees the other.
     """
-    if not any(key == MANIFEST or SHARD_FILE.fullmatch(key) for key in store.list()):
+    try:
+        is_there = any(map(_is_of_a_checkpoint, store.list()))
+    except NotADirectoryError:
+        is_there = False
+    if not is_there:
         raise CheckpointNotFoundError(f"there is no checkpoint at {store.location} to delete")
     announcement = deletion_name()
     try:
+        if is_being_deleted(store):
+            raise FileExistsError
         put_new(store, announcement, b"this checkpoint is being deleted\n", durable=False)
     except FileExistsError:
         raise CheckpointInUseError(f"{store.location} is being deleted already") from None
@@ -95,7 +104,8 @@ def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None
         dependents = dependents_of(store)
         if dependents and make_whole is not None:
             for dependent in dependents:
-                make_whole(dependent)
+                if has_checkpoint(dependent) and not any(claims_in(dependent)):
+                    make_whole(dependent)
             dependents = dependents_of(store)
         if dependents:
             raise CheckpointInUseError(_describe(store, dependents))
@@ -105,10 +115,18 @@ def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None
     # From here on it does not exist. Without its manifest the rest is debris.
     store.delete(MANIFEST)
     store.sync()
-    ours = (key for key in store.list() if any(p.fullmatch(key) for p in (SHARD_FILE, PART, CLAIM)))
-    for key in [*ours, announcement]:
+    # The announcement last: what is there without one is found by whoever deletes again.
+    for key in [*filter(_is_of_a_checkpoint, store.list()), announcement]:
         store.delete(key)
     store.remove()
+
+
+def _is_of_a_checkpoint(key: str) -> bool:
+    """Whether a file is of a checkpoint, of a save, or of a deletion that ended early."""
+    deletion = DELETION.fullmatch(key)
+    if deletion:
+        return is_alive(deletion[1]) is False
+    return key == MANIFEST or any(each.fullmatch(key) for each in (SHARD_FILE, PART, CLAIM))
 
 
 def _check_free(store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 
 from reshard.api import (
@@ -12,14 +13,24 @@ from reshard.api import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
-from reshard.checkpoint.directory import CLAIM, REFERS_TO, read_manifest, requirements
+from reshard.checkpoint.directory import (
+    CLAIM,
+    is_same_place,
+    locations_in_claim,
+    read_manifest,
+    read_one_manifest,
+    requirements,
+)
 from reshard.format.tables import REFERENCES, Manifest
 from reshard.stores.owners import is_alive
-from reshard.stores.protocol import Store
+from reshard.stores.protocol import CutShortError, Store
 
 logger = logging.getLogger(__name__)
 
 _MOST_CLAIM_BYTES = 1 << 20
+_UNDECIDED_SECONDS = 2.0
+"""How long a claim may take to be written, or to become a manifest."""
+_PAUSE_SECONDS = 0.01
 
 
 def dependents_of(store: Store) -> list[Store]:
@@ -56,29 +67,47 @@ def claims_in(store: Store) -> Iterator[str]:
 def _neighbours(store: Store) -> Iterator[Store]:
     for location in store.neighbours():
         neighbour = store.at(location)
-        if store.relative(neighbour.location) != ".":
+        if not is_same_place(store, neighbour):
             yield neighbour
 
 
 def _is_named_by_a_claim(store: Store, neighbour: Store) -> bool:
     """Whether a save to `neighbour` that is under way may refer to `store`."""
     for claim in claims_in(neighbour):
+        locations = _locations_of(neighbour, claim)
+        if locations is None or any(_leads_to(neighbour, each, store) for each in locations):
+            return True
+    return False
+
+
+def _locations_of(neighbour: Store, claim: str) -> list[str] | None:
+    """What a save that is under way may refer to; None if that cannot be told."""
+    give_up = time.monotonic() + _UNDECIDED_SECONDS
+    while True:
         try:
-            reader = neighbour.open_reader(claim)
+            locations = locations_in_claim(_read_claim(neighbour, claim))
+            if locations is not None:
+                return locations
+            # A save that is just committing has written its manifest there.
+            return [origin.location for origin in read_one_manifest(neighbour, claim).origins]
         except FileNotFoundError:
             # It has just ended: its manifest tells.
-            continue
-        try:
-            text = bytearray(min(reader.nbytes, _MOST_CLAIM_BYTES))
-            reader.read_into(0, [memoryview(text)] if text else [])
-        finally:
-            reader.close()
-        for line in text.decode(errors="replace").splitlines():
-            if line.startswith(REFERS_TO) and _leads_to(
-                neighbour, line.removeprefix(REFERS_TO), store
-            ):
-                return True
-    return False
+            return []
+        except (CheckpointException, CutShortError):
+            # Not all of it is written.
+            if time.monotonic() > give_up:
+                return None
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _read_claim(neighbour: Store, claim: str) -> bytes:
+    reader = neighbour.open_reader(claim)
+    try:
+        text = bytearray(min(reader.nbytes, _MOST_CLAIM_BYTES))
+        reader.read_into(0, [memoryview(text)] if text else [])
+    finally:
+        reader.close()
+    return bytes(text)
 
 
 def _referred_files(store: Store, neighbour: Store) -> set[str]:
@@ -117,4 +146,4 @@ def _manifest_with_references(neighbour: Store) -> Manifest | None:
 
 
 def _leads_to(origin: Store, location: str, store: Store) -> bool:
-    return store.relative(origin.at(location).location) == "."
+    return is_same_place(store, origin.at(location))

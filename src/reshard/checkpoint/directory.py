@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 
 from reshard.api import (
@@ -33,13 +35,11 @@ from reshard.stores.protocol import Store
 logger = logging.getLogger(__name__)
 
 MANIFEST = ".metadata"
-REFERS_TO = "refers to "
-"""Begins the lines of a claim that name what the save may refer to."""
 _ID = r"[0-9a-f]{16}"
 SHARD_FILE = re.compile(rf"__\d+_\d+_({_ID})\.safetensors")
 PART = re.compile(rf"\.metadata\.\d{{1,9}}-of-\d{{1,9}}\.({_ID})")
 CLAIM = re.compile(rf"\.metadata\.({_ID})\.({OWNER})\.draft")
-_DELETION = re.compile(rf"\.metadata\.({OWNER})\.deleting")
+DELETION = re.compile(rf"\.metadata\.({OWNER})\.deleting")
 
 
 # Names
@@ -70,6 +70,26 @@ def deletion_name() -> str:
 def claim_name(save_id: str) -> str:
     """The file that says that this process is saving, and becomes the manifest."""
     return f"{MANIFEST}.{token_of(save_id)}.{owner_tag()}.draft"
+
+
+_SAVING, _REFERS_TO = "is saving here", "refers to "
+
+
+def claim_text(refers_to: Sequence[str]) -> bytes:
+    """What a claim says: to a person who looks, and to whoever deletes what it may refer to."""
+    who = f"{socket.gethostname()}, process {os.getpid()}, {_SAVING}"
+    return "\n".join([who, *(f"{_REFERS_TO}{location}" for location in refers_to), ""]).encode()
+
+
+def locations_in_claim(text: bytes) -> list[str] | None:
+    """What a claim says that the save may refer to; None if it does not say all of it.
+
+    It is empty for a moment when it is made, and the draft of a manifest before it becomes that.
+    """
+    if not text.endswith(b"\n") or _SAVING.encode() not in text.partition(b"\n")[0]:
+        return None
+    lines = text.decode(errors="replace").split("\n")
+    return [line.removeprefix(_REFERS_TO) for line in lines if line.startswith(_REFERS_TO)]
 
 
 # Reading
@@ -173,8 +193,17 @@ def requirements(store: Store) -> set[str]:
 
 def is_being_deleted(store: Store) -> bool:
     """Whether a process that may be alive is deleting the checkpoint."""
-    found = (_DELETION.fullmatch(key) for key in store.list())
+    found = (DELETION.fullmatch(key) for key in store.list())
     return any(match and is_alive(match[1]) is not False for match in found)
+
+
+def is_same_place(store: Store, other: Store) -> bool:
+    """Whether two stores are one, by whatever links they are reached."""
+    try:
+        return store.relative(other.location) == "."
+    except ValueError:
+        # It lies within.
+        return False
 
 
 def has_checkpoint(store: Store) -> bool:

@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
-import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 
 from reshard.api import (
     CheckpointException,
     CheckpointExistsError,
+    CheckpointInUseError,
     CommitConflictError,
     CorruptCheckpointError,
     UnsupportedFormatError,
@@ -21,10 +21,11 @@ from reshard.api import (
 from reshard.checkpoint.debris import remove_debris
 from reshard.checkpoint.directory import (
     MANIFEST,
-    REFERS_TO,
     claim_name,
+    claim_text,
     delete_quietly,
     has_checkpoint,
+    is_being_deleted,
     put_new,
     read_one_manifest,
 )
@@ -49,23 +50,33 @@ class OpenSave:
         self.written: list[str] = []
         self._claim: str | None = None
         self._replaces: str | None = None
+        self._made_place = False
 
-    def begin(self, overwrite: bool, refers_to: Sequence[str] = ()) -> None:
-        """Claim the place, once, before any file of the save is written.
+    def begin(self, overwrite: bool, refers_to: Sequence[str] = ()) -> bool:
+        """Claim the place before any file of the save is written; False if that was done before.
 
-        Nothing that is there is touched. Whoever deletes a checkpoint looks for claims that refer
-        to it.
+        Nothing that is there is touched. Whoever deletes a checkpoint looks for claims to its
+        place, and for those that refer to it.
         """
         if self._claim is not None:
-            return
-        self.store.create()
+            return False
+        self.create_place()
         self._replaces = self.store.version(MANIFEST)
         self.check_may_write(overwrite)
         self._claim = claim_name(self.save_id)
-        # For a person who looks; not needed after a crash of the machine.
-        who = f"{socket.gethostname()}, process {os.getpid()}, is saving here"
-        lines = [who, *(f"{REFERS_TO}{location}" for location in refers_to), ""]
-        put_new(self.store, self._claim, "\n".join(lines).encode(), durable=False)
+        # Not needed after a crash of the machine.
+        put_new(self.store, self._claim, claim_text(refers_to), durable=False)
+        if is_being_deleted(self.store):
+            # After the claim: whoever begins to delete from now on sees it.
+            raise CheckpointInUseError(
+                f"{self.store.location} is being deleted. Save again when that is done, or to "
+                "another place"
+            )
+        return True
+
+    def create_place(self) -> None:
+        """Make the place; it is removed again if the save fails."""
+        self._made_place |= self.store.create()
 
     def check_may_write(self, overwrite: bool) -> None:
         if not overwrite and has_checkpoint(self.store):
@@ -155,6 +166,9 @@ class OpenSave:
         self._claim, self.written = None, []
         if unneeded and not self._is_committed(is_coordinator):
             delete_quietly(self.store, unneeded)
+        if self._made_place:
+            with contextlib.suppress(OSError):
+                self.store.remove()
 
     def _is_committed(self, is_coordinator: bool) -> bool:
         if is_coordinator and self.store.version(MANIFEST) == self._replaces:

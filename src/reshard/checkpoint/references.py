@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from reshard.api import BaseError
 from reshard.checkpoint.bases import Base, Candidate
@@ -19,12 +19,12 @@ _BOUNCE_BYTES = 8 << 20
 class References:
     """Which contents of a save are stored in its base, found out in threads.
 
-    `unchanged` are names of tensors that are known to be as they were in the base.
+    `unchanged` are the digests of tensors that are known to be as they were in the base.
     """
 
-    def __init__(self, base: Base, unchanged: Collection[str] = ()) -> None:
+    def __init__(self, base: Base, unchanged: Mapping[str, bytes] | None = None) -> None:
         self._base = base
-        self._unchanged = unchanged
+        self._unchanged = unchanged or {}
         self._local = threading.local()
         self._found: dict[int, tuple[Candidate, Hashed]] = {}
 
@@ -36,18 +36,17 @@ class References:
             if candidate is not None:
                 candidates.append((position, content, candidate))
             elif content.name in self._unchanged:
-                raise BaseError(
-                    f"the base does not hold {content.key!r}, which was left out of the copy of "
-                    "the state because it has not changed since: the base was replaced meanwhile. "
-                    "Save again"
-                )
+                raise _replaced(content)
         run_all(self._compare, candidates, threads)
 
     def _compare(self, task: tuple[int, Content, Candidate]) -> None:
         position, content, candidate = task
         known = candidate.hashed
         if content.name in self._unchanged:
-            self._found[position] = (candidate, known or self._base.hash(candidate, None))
+            stored = known or self._base.hash(candidate, None)
+            if stored.digest != self._unchanged[content.name]:
+                raise _replaced(content)
+            self._found[position] = (candidate, stored)
             return
         own = hash_content(content, None if known is None else known.probe, self._bounce())
         if own.digest is None:
@@ -89,3 +88,10 @@ class References:
             rows = sorted(self._found)
             digests = (self._found[row][1].digest or b"" for row in rows)
             written.digests[rows] = join_digests(digests)
+
+
+def _replaced(content: Content) -> BaseError:
+    return BaseError(
+        f"the base does not hold {content.key!r} any more, which was left out of the copy of the "
+        "state because it has not changed since: the base was replaced meanwhile. Save again"
+    )

@@ -137,7 +137,11 @@ class ShardFiles:
         return reader
 
     def _check_origin(self, origin: Origin, store: Store) -> None:
-        if self.store.relative(store.location) == ".":
+        try:
+            is_another = self.store.relative(store.location) != "."
+        except ValueError:
+            is_another = False
+        if not is_another:
             raise CorruptCheckpointError(
                 f"the checkpoint at {self.store.location} refers to itself as {origin.location!r}"
             )

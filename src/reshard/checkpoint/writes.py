@@ -50,8 +50,8 @@ class WriteOptions:
     durable: bool
     thread_count: int
     shows_progress: bool
-    unchanged: Collection[str] = ()
-    """Tensors that are known to be as they were in the base."""
+    unchanged: Mapping[str, bytes] | None = None
+    """The digests of tensors that are known to be as they were in the base."""
     fingerprint: bool = False
     compress: str | None = None
     extensions: Sequence[StreamExtension] = ()
@@ -78,7 +78,7 @@ def write_items(
     Chunks that the base holds are referred to instead.
     """
     keeps_values = save_traits(planner).keeps_values
-    contents, pickled = _collect(items, planner, keeps_values, options.unchanged)
+    contents, pickled = _collect(items, planner, keeps_values, options.unchanged or ())
     store = save.store
     if any(pickled):
         _warn_of_pickles([c.key for c, p in zip(contents, pickled, strict=True) if p], store)

@@ -17,7 +17,7 @@ DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _MOST_EXPANSION_BITS = 16
 """Codecs shrink data to no less than one part in 2**16; zstd to one in 2**15."""
 _SAFE_PATH = re.compile(r"[^/\\\x00:][^\\\x00:]*")
-_LOCATION = re.compile(r"(?:\.\./)+([^/\\\x00:][^\\\x00:]*)")
+_LOCATION = re.compile(r"(?:\.\./)+([^/\\\x00-\x1f][^\\\x00-\x1f]*)")
 
 
 def check_dtypes(names: Sequence[str], where: str) -> None:
@@ -107,9 +107,7 @@ def check_manifest(m: Manifest, where: str, shared_bytes: bool = False) -> None:
     _raise_first(problems, where)
     check_origins(m.origins, where)
     for path in m.files:
-        if not _SAFE_PATH.fullmatch(path) or any(
-            part in ("", ".", "..") for part in path.split("/")
-        ):
+        if not is_plain_path(path):
             raise CorruptCheckpointError(
                 f"{where} refers to the file {path!r}, which is not inside the checkpoint"
             )
@@ -130,11 +128,27 @@ def check_origins(origins: Sequence[Origin], where: str) -> None:
     if len(set(origins)) != len(origins):
         raise CorruptCheckpointError(f"{where} contradicts itself: it has the same origin twice")
     for location, _ in origins:
-        match = _LOCATION.fullmatch(location)
-        if not match or any(part in ("", ".", "..") for part in match[1].split("/")):
+        if not is_plain_location(location):
             raise CorruptCheckpointError(
                 f"{where} refers to the checkpoint {location!r}, which is not a plain relative path"
             )
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a path leads to a file within a directory, on every system."""
+    return bool(_SAFE_PATH.fullmatch(path)) and _has_plain_parts(path)
+
+
+def is_plain_location(location: str) -> bool:
+    """Whether a location leads up some directories and down to another one."""
+    match = _LOCATION.fullmatch(location)
+    return match is not None and _has_plain_parts(match[1])
+
+
+def _has_plain_parts(path: str) -> bool:
+    # Surrogates stand for bytes that are not UTF-8.
+    is_text = not any("\ud800" <= letter <= "\udfff" for letter in path)
+    return is_text and not {"", ".", ".."}.intersection(path.split("/"))
 
 
 def _has_twins(m: Manifest) -> bool:

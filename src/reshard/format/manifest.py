@@ -243,6 +243,12 @@ def decode_manifest(data: bytes | memoryview, where: str) -> Manifest:
         planner_data=bytes(data[begin + packed.begin : begin + packed.end]),
         notes=notes,
     )
+    # Whoever only looks at the header must see it, such as before a deletion.
+    unsaid = set(manifest.features) - set(notes.get("requires", "").split())
+    if unsaid:
+        raise CorruptCheckpointError(
+            f"{where} makes use of {', '.join(sorted(unsaid))} without saying that it requires that"
+        )
     check_manifest(manifest, where)
     return manifest
 

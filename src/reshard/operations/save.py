@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.api import PlanError, StalePlanError
@@ -19,7 +19,7 @@ from reshard.format.codec import check_compress
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
 from reshard.operations.replicas import ReplicaCheck
-from reshard.operations.targets import Place, SaveTarget
+from reshard.operations.targets import Place, SaveTarget, comparable_place
 from reshard.operations.user_calls import (
     ask_for_states,
     overridden,
@@ -54,8 +54,8 @@ class SaveSettings:
     compress: str | None = None
     fingerprint: bool = False
     check_replicas: bool = False
-    unchanged: Collection[str] = ()
-    """Tensors that the state dict holds no data of, because they are as they were in the base."""
+    unchanged: Mapping[str, bytes] | None = None
+    """The digests of tensors that the state dict holds no data of, since the base does."""
 
     def check(self, writer: StorageWriter) -> None:
         """Refuse settings that contradict each other, or that the storage does not take."""
@@ -118,8 +118,15 @@ def save_now(
     job = SaveJob(state_dict, writer, planner or DefaultSavePlanner(), settings)
     with channel:
         # Before anybody is asked for a state, which may communicate with ranks that failed here.
-        channel.do_together("open", lambda: save_queue().settle_before_save(target.place))
+        channel.do_together("open", lambda: _settle(target.place, settings.base))
         return Save(job, channel).run()
+
+
+def _settle(place: str | None, base: Place | None) -> None:
+    """Wait for background saves that write to the same place, or make the base."""
+    queue = save_queue()
+    queue.settle_before_save(place)
+    queue.settle(comparable_place(base))
 
 
 class Save:

@@ -49,7 +49,7 @@ class LocalStore:
     def _path(self, key: str) -> str:
         return f"{self.location}/{key}"
 
-    def create(self) -> None:
+    def create(self) -> bool:
         missing = []
         path = self.location
         while not os.path.isdir(path):
@@ -60,6 +60,7 @@ class LocalStore:
         # The name of a new directory is stored in its parent.
         for path in missing:
             self._sync_directory(os.path.dirname(path) or ".")
+        return bool(missing)
 
     def open_writer(self, key: str, nbytes: int | None) -> _LocalWriter:
         return self._open_writer(key, os.O_CREAT | os.O_EXCL)
@@ -162,7 +163,7 @@ class LocalStore:
 
     def modified(self, key: str) -> float | None:
         try:
-            return float(self._system.stat(self._path(key), follow_symlinks=False).st_mtime)
+            return float(self._system.stat(self._path(key)).st_mtime)
         except FileNotFoundError:
             return None
 
@@ -200,7 +201,8 @@ class LocalStore:
     def neighbours(self) -> Sequence[str]:
         parent = os.path.dirname(os.path.realpath(self.location))
         with self._system.scandir(parent) as entries:
-            return sorted(f"../{entry.name}" for entry in entries if entry.is_dir())
+            # Not `is_dir` of the entry, which raises for links that lead in a circle.
+            return sorted(f"../{entry.name}" for entry in entries if os.path.isdir(entry.path))
 
     def _sync_directory(self, path: str) -> None:
         descriptor = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -21,8 +21,9 @@ class MemoryStore:
         self._times: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def create(self) -> None:
+    def create(self) -> bool:
         """Nothing to make."""
+        return False
 
     def open_writer(self, key: str, nbytes: int | None) -> _MemoryFile:
         with self._lock:

@@ -76,8 +76,8 @@ class Store(Protocol):
     def location(self) -> str:
         """How to name the place to a person."""
 
-    def create(self) -> None:
-        """Make the place, if it has to be made. Harmless if it is there."""
+    def create(self) -> bool:
+        """Make the place, if it has to be made; whether that was so."""
 
     def open_writer(self, key: str, nbytes: int | None) -> Writer:
         """A new file; FileExistsError if there is one of that key.
