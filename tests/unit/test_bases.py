@@ -332,12 +332,24 @@ def test_files_that_are_no_safetensors_are_named(hf: Path, tmp_path: Path) -> No
     assert f"'extra.safetensors' of {hf}" in text
 
 
-def test_two_files_with_the_same_tensor_are_named(hf: Path, tmp_path: Path) -> None:
-    save_file({"model.layers.0.w": torch.ones(8, 6)}, hf / "variant.safetensors")
+def test_of_two_files_with_the_same_tensor_that_of_the_model_counts(
+    hf: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.w"
+    state_dict = {name: weights_of(hf)[name]}
+    save_file({name: torch.ones(8, 6)}, hf / "consolidated.safetensors")
+    reshard.save(state_dict, checkpoint_id=tmp_path / "a", base=hf)
 
-    text = refusal(BaseError, tmp_path / "a", hf)
-    assert "'variant.safetensors'" in text
-    assert "'model-00001-of-00002.safetensors'" in text
+    manifest = read_manifest(LocalStore(tmp_path / "a"))
+    assert manifest.files == ["model-00001-of-00002.safetensors"]
+
+
+def test_comparing_with_plain_files_leaves_none_of_them_open(hf: Path, tmp_path: Path) -> None:
+    state_dict = weights_of(hf)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        reshard.save(state_dict, checkpoint_id=tmp_path / str(number), base=hf)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_an_empty_directory_is_no_base(tmp_path: Path) -> None:

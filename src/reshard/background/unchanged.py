@@ -140,7 +140,9 @@ def find_unchanged(
         found.stamps[content.name] = stamp
         trusted = stamp if before.get(content.name) == stamp else None
         is_frozen = any(fnmatch.fnmatchcase(content.name, pattern) for pattern in patterns)
-        if not is_frozen and (trusted is None or tensor.requires_grad):
+        if not is_frozen and (trusted is None or tensor.requires_grad or not tensor.is_cpu):
+            # Counters of tensors on a device are not trusted: the background cannot check them, and
+            # kernels that get raw pointers move no counter.
             continue
         if settings.check_replicas:
             # Replicas are compared by what was copied.

@@ -6,6 +6,7 @@ are is decided by digests; `references` does that.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 from reshard.api import BaseError, CheckpointException
 from reshard.checkpoint.directory import MANIFEST, is_being_deleted, is_shard_name, read_manifest
-from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.process_wide import ProcessWide
 from reshard.engine.runs import is_one_run, ravel
 from reshard.engine.writing import Content, Hashed
@@ -198,12 +198,11 @@ class PlainFiles:
 
     def __init__(self, there: Store, location: str, paths: Sequence[str]) -> None:
         self._there = there
-        self._sources: dict[str, Any] = {}
         self._tensors: dict[str, tuple[WrittenFile, Entry]] = {}
         self._by_end: dict[tuple[str, ...], list[str]] = {}
-        for path in sorted(paths):
+        # Some directories hold the same tensors twice, as `consolidated.safetensors`.
+        for path in sorted(paths, key=lambda path: (not path.startswith("model"), path)):
             self._add(path, location)
-        self._opened = OpenFiles(there.open_reader, most_open_files())
         self.locations = [location]
 
     def _add(self, path: str, location: str) -> None:
@@ -222,10 +221,7 @@ class PlainFiles:
             reader.close()
         for name, entry in entries.items():
             if name in self._tensors:
-                raise BaseError(
-                    f"{where} has {name!r}, and so has {self._tensors[name][0].path!r}: leave one "
-                    "of the files out of the directory"
-                )
+                continue
             self._tensors[name] = (file, entry)
             parts = _core(name)
             for begin in range(len(parts)):
@@ -273,7 +269,7 @@ class PlainFiles:
         known = _hashes()
         found = known.get(place)
         if found is None or (found.digest is None and expected_probe in (None, found.probe)):
-            with self._opened.lend(file.path) as reader:
+            with contextlib.closing(self._there.open_reader(file.path)) as reader:
                 found = _hash_range(reader, begin, nbytes, expected_probe)
             known[place] = found
         return found

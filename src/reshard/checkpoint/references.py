@@ -64,10 +64,15 @@ class References:
     def __contains__(self, position: int) -> bool:
         return position in self._found
 
-    def without_fingerprints(self) -> list[int]:
+    def without_fingerprints(self, contents: Sequence[Content]) -> list[int]:
         """Contents that need not be written, but whose fingerprints the base does not know."""
         found = sorted(self._found.items())
-        return [row for row, (candidate, _) in found if candidate.fingerprint is None]
+        rows = [row for row, (candidate, _) in found if candidate.fingerprint is None]
+        for row in rows:
+            if contents[row].name in self._unchanged:
+                # There is no copy to compute it from.
+                raise _replaced(contents[row])
+        return rows
 
     def record(self, written: WrittenColumns) -> None:
         """Enter where the contents are that need not be written."""

@@ -96,7 +96,7 @@ def write_items(
         references.find(contents, threads)
         references.record(written)
         if options.fingerprint:
-            lacking = references.without_fingerprints()
+            lacking = references.without_fingerprints(contents)
             found = fingerprint_contents([contents[row] for row in lacking], threads)
             written.fingerprints[lacking] = found.view(np.int64)
         rows = [row for row in rows if row not in references]
