@@ -26,6 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A folder without neighbours: what other tests left beside it might be referred to."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    return alone
+
+
 def files_in_the_way() -> set[str]:
     """What git sees that is neither tracked nor ignored; nothing where there is no git."""
     command = ["git", "-C", str(ROOT), "ls-files", "--others", "--exclude-standard"]

@@ -22,7 +22,6 @@ from reshard.checkpoint.directory import (
     index_of_parts,
     own_files,
     part_name,
-    read_manifest,
 )
 from reshard.checkpoint.open_save import OpenSave
 from reshard.checkpoint.reads import ReadOptions, read_items, read_values, refuse_pickles
@@ -33,6 +32,7 @@ from reshard.checkpoint.to_metadata import StorageMap, to_metadata
 from reshard.checkpoint.writes import WriteOptions, write_items
 from reshard.engine.collector import paused_collection
 from reshard.engine.reading import Verify
+from reshard.foreign.opening import open_manifest
 from reshard.format.codec import check_compress
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES, VERSION, encode_manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
@@ -359,8 +359,12 @@ class FileSystemReader(StorageReader):
         return LocalStore(self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        store = self.open_store()
-        manifest = read_manifest(store, self.manifest_limit_bytes)
+        store, manifest = open_manifest(self.open_store(), self.manifest_limit_bytes)
+        if self.verify is Verify.FULL and not manifest.is_ours:
+            raise CheckpointException(
+                f"{store.location} has no checksums to verify: it was not written by reshard. Load "
+                "it with verify='chunks' or 'off', or save it with reshard first"
+            )
         with paused_collection():
             metadata = to_metadata(manifest, store.location, self.allow_pickle)
         metadata.storage_meta = StorageMeta(
@@ -398,9 +402,10 @@ class FileSystemReader(StorageReader):
             return read_values(names, files, self.storage_data)
 
     def _open_files(self) -> contextlib.closing[ShardFiles]:
-        files = ShardFiles(
-            self.open_store(), self.storage_data.manifest, self.verify, self.extension_registry
-        )
+        store, manifest = self.open_store(), self.storage_data.manifest
+        if not manifest.is_ours and (file := store.as_file()) is not None:
+            store, _ = file
+        files = ShardFiles(store, manifest, self.verify, self.extension_registry)
         return contextlib.closing(files)
 
     @default_step
@@ -410,7 +415,7 @@ class FileSystemReader(StorageReader):
     @default_step
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         verify_views = self.verify_views
-        if verify_views is None:
+        if verify_views is None or not self.storage_data.manifest.is_ours:
             verify_views = Verify.FULL if self.verify is Verify.FULL else Verify.OFF
         options = ReadOptions(
             self.thread_count, self.allow_pickle, self.is_coordinator, verify_views

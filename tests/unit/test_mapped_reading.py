@@ -397,10 +397,11 @@ def test_views_take_no_memory_until_they_are_used_and_processes_share_it(tmp_pat
     part = MEGABYTES << 18
     save({str(i): torch.zeros(part // 4) for i in range(4)}, tmp_path)
     command = [sys.executable, "-W", "ignore", "-c", READER, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipe = subprocess.PIPE
     with (
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as one,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as two,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as one,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env) as two,
     ):
         for process in (one, two):
             assert process.stdout is not None

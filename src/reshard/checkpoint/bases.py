@@ -19,8 +19,13 @@ from reshard.engine.runs import is_one_run, ravel
 from reshard.engine.writing import Content, Hashed
 from reshard.format.checks import is_plain_location, is_plain_path
 from reshard.format.checksum import PROBE_BYTES, Digester, checksum, probe, signed
-from reshard.format.container import SAFETENSORS_DTYPES, Entry, parse_header
-from reshard.format.container import header_nbytes as length_of_header
+from reshard.format.container import (
+    MOST_PLAIN_HEADER_BYTES,
+    SAFETENSORS_DTYPES,
+    Entry,
+    parse_header,
+    read_header,
+)
 from reshard.format.tables import Manifest, Origin
 from reshard.planning.columns import DTYPES
 from reshard.plans.results import WrittenFile
@@ -28,7 +33,6 @@ from reshard.stores.protocol import Reader, Store
 
 _SUFFIX = ".safetensors"
 _PIECE_BYTES = 4 << 20
-_MOST_HEADER_BYTES = 100 << 20
 _WRAPPERS = frozenset({"base_layer", "_orig_mod", "module", "_fsdp_wrapped_module"})
 """Parts of names that wrappers of modules add."""
 
@@ -209,10 +213,7 @@ class PlainFiles:
         where = f"{path!r} of {self._there.location}"
         reader = self._there.open_reader(path)
         try:
-            length = length_of_header(_read(reader, 0, min(8, reader.nbytes)), reader.nbytes, where)
-            if length > _MOST_HEADER_BYTES:
-                raise BaseError(f"the header of {where} has {length} bytes, too many to be one")
-            head = _read(reader, 0, length)
+            head, length = read_header(reader, where, MOST_PLAIN_HEADER_BYTES)
             entries, _, _ = parse_header(head, reader.nbytes, where)
             file = WrittenFile(
                 path, reader.nbytes, length, signed(checksum(memoryview(head))), location

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -17,6 +17,8 @@ from reshard.api import CorruptCheckpointError
 
 ALIGNMENT = 4096
 _MOST_HEADER_BYTES = 1 << 31
+MOST_PLAIN_HEADER_BYTES = 100 << 20
+"""What the header of a safetensors file of others may take; safetensors itself reads no more."""
 
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -100,6 +102,30 @@ def parse_header(
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
         raise CorruptCheckpointError(f"{where} has notes that are not texts")
     return entries, notes, data_begin
+
+
+class Source(Protocol):
+    """Where a container is read from."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None: ...
+
+
+def read_header(source: Source, where: str, limit_bytes: int) -> tuple[bytearray, int]:
+    """The bytes of a header, `limit_bytes` at most, and where the data begins."""
+    nbytes = source.nbytes
+    start = bytearray(min(8, nbytes))
+    source.read_into(0, [memoryview(start)] if start else [])
+    length = header_nbytes(start, nbytes, where)
+    if length > limit_bytes:
+        raise CorruptCheckpointError(
+            f"the header of {where} has {length} bytes, too many to be one"
+        )
+    head = bytearray(length)
+    source.read_into(0, [memoryview(head)])
+    return head, length
 
 
 def _entry(name: str, entry: Any, available: int, where: str) -> Entry:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from reshard.format.checksum import (
     DIGEST_BYTES,
     checksum,
 )
-from reshard.format.container import Entry, build_header, header_nbytes, parse_header
+from reshard.format.container import Entry, Source, build_header, header_nbytes, parse_header
 from reshard.format.tables import FEATURES, Manifest, Origin
 from reshard.planning.columns import (
     DTYPE_CODES,
@@ -129,15 +129,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
         notes["requires"] = " ".join(manifest.features)
     body = b"".join([build_header(entries, notes), *(data for *_, data in parts[:-1])])
     return body + struct.pack("<Q", checksum(body))
-
-
-class Source(Protocol):
-    """Where a manifest is read from."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None: ...
 
 
 def read_manifest_bytes(

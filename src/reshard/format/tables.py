@@ -17,6 +17,10 @@ FEATURES = frozenset({PARTS, REFERENCES, CODECS})
 """What a manifest may require of its reader; see docs/format.md."""
 
 
+RESHARD, DCP, SAFETENSORS, TORCH = "reshard", "dcp", "safetensors", "torch"
+"""Kinds of checkpoints that a manifest may describe. Only our own is stored as one."""
+
+
 class Origin(NamedTuple):
     """Another place that holds files of a checkpoint.
 
@@ -40,6 +44,8 @@ class Manifest:
     to the fingerprints of their tensors; `chunk_codecs` and `value_codecs`, numbers of
     `codec_names` counted from 1, or 0 for what is stored as it is, and `chunk_stored_nbytes`;
     `file_origins`, rows of `origins`, or -1 for files of the checkpoint itself.
+
+    Of checkpoints of another `kind`, checksums, digests and header sizes are 0 and mean nothing.
     """
 
     files: Sequence[str]
@@ -74,6 +80,12 @@ class Manifest:
     codec_names: Sequence[str] = ()
     file_origins: Ints | None = None
     origins: Sequence[Origin] = ()
+    kind: str = RESHARD
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it has checksums, and files that say which save they are of."""
+        return self.kind == RESHARD
 
     @property
     def features(self) -> list[str]:

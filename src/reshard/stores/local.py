@@ -185,6 +185,12 @@ class LocalStore:
         else:
             self._sync_directory(os.path.dirname(os.path.abspath(self.location)))
 
+    def as_file(self) -> tuple[LocalStore, str] | None:
+        if not os.path.isfile(self.location):
+            return None
+        folder, name = os.path.split(self.location)
+        return LocalStore(folder or ".", self._system), name
+
     def relative(self, place: str | os.PathLike[str]) -> str:
         own, other = os.path.realpath(self.location), os.path.realpath(place)
         if own == other:

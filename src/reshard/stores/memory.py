@@ -68,6 +68,11 @@ class MemoryStore:
     def remove(self) -> None:
         """Nothing to do: a place without files is as good as none."""
 
+    def as_file(self) -> tuple[MemoryStore, str] | None:
+        folder, _, name = self.location.rpartition("/")
+        store = self._root.get(folder)
+        return (store, name) if store is not None and name in store.files else None
+
     def relative(self, place: str | os.PathLike[str]) -> str:
         name = os.fspath(place)
         return "." if name == self.location else f"../{name}"

@@ -114,6 +114,9 @@ class Store(Protocol):
     def remove(self) -> None:
         """Remove the place itself, if it is empty."""
 
+    def as_file(self) -> tuple[Store, str] | None:
+        """If this place is a file itself: the place that it lies in, and its key there."""
+
     def relative(self, place: str | os.PathLike[str]) -> str:
         """Another place as seen from this one: `../name`, or more parts; `.` for this one.
 

@@ -1,0 +1,51 @@
+"""What kind of checkpoint lies at a place, and its manifest."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from reshard.api import CheckpointNotFoundError
+from reshard.checkpoint.directory import MANIFEST, is_shard_name, read_manifest
+from reshard.foreign import safetensors
+from reshard.format.manifest import MANIFEST_LIMIT_BYTES
+from reshard.format.tables import Manifest
+from reshard.stores.protocol import Store
+
+
+def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tuple[Store, Manifest]:
+    """The manifest of whatever checkpoint is at a place, and the store that its files are in.
+
+    A place is a directory, or a single file.
+    """
+    file = place.as_file()
+    if file is not None:
+        return file[0], _open_file(*file)
+    start = _first_bytes(place, MANIFEST)
+    if start is None:
+        keys = place.list()
+        plain = [key for key in keys if key.endswith(safetensors.SUFFIX) and not is_shard_name(key)]
+        if plain:
+            return place, safetensors.read_directory(place, keys)
+    return place, read_manifest(place, limit_bytes)
+
+
+def _open_file(store: Store, key: str) -> Manifest:
+    if key.endswith(safetensors.SUFFIX):
+        return safetensors.read_file(store, key)
+    raise CheckpointNotFoundError(
+        f"{store.location}/{key} is not a checkpoint, which is a directory. If torch.save made "
+        "that file, read it with torch.load"
+    )
+
+
+def _first_bytes(store: Store, key: str) -> bytes | None:
+    """How a file begins; None if it cannot be opened."""
+    try:
+        reader = store.open_reader(key)
+    except OSError:
+        # Whoever needs it says why.
+        return None
+    with closing(reader):
+        start = bytearray(min(2, reader.nbytes))
+        reader.read_into(0, [memoryview(start)] if start else [])
+        return bytes(start)
