@@ -1,7 +1,7 @@
 """Distributed checkpoints for PyTorch: save on any mesh, load on any other."""
 
 from reshard.api import CheckpointException
-from reshard.checkpoints import Comparison, delete, materialise, same
+from reshard.checkpoints import Comparison, convert, delete, materialise, same
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.filesystem import FileSystemReader, FileSystemWriter
 from reshard.metadata import (
@@ -46,6 +46,7 @@ __all__ = [
     "WriteItem",
     "async_save",
     "close",
+    "convert",
     "delete",
     "load",
     "load_sharded_optimizer_state_dict",

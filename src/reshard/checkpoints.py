@@ -1,14 +1,21 @@
-"""Stored checkpoints as wholes: make one whole, delete one, compare two. One process does it."""
+"""Stored checkpoints as wholes: convert one, make one whole, delete one, compare two."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
 
 from reshard.operations.comparison import Comparison, compare
+from reshard.operations.conversion import ConversionSettings, export_safetensors, save_again
+from reshard.operations.ranks import Ranks
 from reshard.operations.upkeep import delete as _delete
 from reshard.operations.upkeep import make_whole
 
-__all__ = ["Comparison", "delete", "materialise", "same"]
+__all__ = ["Comparison", "convert", "delete", "materialise", "same"]
 
 
 def materialise(
@@ -31,6 +38,48 @@ def delete(checkpoint_id: str | os.PathLike[str], *, materialise: bool = False) 
     names them. What is not of a checkpoint stays.
     """
     _delete(checkpoint_id, materialise)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    format: Literal["reshard", "huggingface"],
+    *,
+    keys: Sequence[str] | str | None = None,
+    exclude: Sequence[str] | str = (),
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Write what a checkpoint holds in another format, or under other names.
+
+    The source is any checkpoint that `load` reads: ours, one of DCP, a directory of safetensors
+    files such as one of Hugging Face, or a single file of safetensors or of `torch.save`. Formats:
+
+    - `"reshard"`: a checkpoint of ours.
+    - `"huggingface"`: safetensors files of at most `max_shard_size`, with an index if there are
+      several. They hold tensors only. Of names that shared memory, the first is kept.
+
+    `keys` chooses names, or what names begin with up to a dot; `exclude` leaves out those that
+    match a pattern (`*` and `?` as in a shell). `rename` is as for `load`: `{"model": ""}` takes a
+    prefix away. `dtype` is what floating-point tensors are converted to.
+
+    Data is streamed: memory does not depend on the size of the model, some hundreds of megabytes
+    at most. Checksums that the source has are compared on the way. With a process group, all of
+    its ranks call this and share the work. If anything fails, or is interrupted, nothing is left
+    behind and what was at the destination before is still there.
+    """
+    settings = ConversionSettings(keys, exclude, rename, dtype, max_shard_size, overwrite)
+    ranks = Ranks(process_group, no_dist)
+    if format == "huggingface":
+        export_safetensors(source, destination, settings, ranks)
+    elif format == "reshard":
+        save_again(source, destination, settings, ranks)
+    else:
+        raise ValueError(f"format is 'reshard' or 'huggingface', not {format!r}")
 
 
 def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:

@@ -15,7 +15,7 @@ def renamed(metadata: Metadata, rename: Rename | None) -> Metadata:
     """Metadata with the names of the state dict; data stays under the stored names."""
     if rename is None:
         return metadata
-    change = rename if callable(rename) else _prefix_rename(rename)
+    change = name_changer(rename)
     entries: dict[str, STORAGE_TYPES] = {}
     for name, entry in metadata.state_dict_metadata.items():
         new = change(name)
@@ -25,6 +25,11 @@ def renamed(metadata: Metadata, rename: Rename | None) -> Metadata:
             entry if new == name else dataclasses.replace(entry, alias_of=entry.alias_of or name)
         )
     return dataclasses.replace(metadata, state_dict_metadata=entries)
+
+
+def name_changer(rename: Rename) -> Callable[[str], str]:
+    """What gives a stored name its new one."""
+    return rename if callable(rename) else _prefix_rename(rename)
 
 
 def _prefix_rename(rename: Mapping[str, str]) -> Callable[[str], str]:

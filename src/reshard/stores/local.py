@@ -155,6 +155,9 @@ class LocalStore:
                 )
             time.sleep(_LOCK_PAUSE_SECONDS)
 
+    def rename(self, key: str, new_key: str) -> None:
+        self._system.rename(self._path(key), self._path(new_key))
+
     def list(self) -> list[str]:
         try:
             return sorted(self._system.listdir(self.location))

@@ -56,6 +56,11 @@ class MemoryStore:
             self._times[key] = time.time()
         return _version(data)
 
+    def rename(self, key: str, new_key: str) -> None:
+        with self._lock:
+            self.files[new_key] = self.files.pop(key)
+            self._times[new_key] = self._times.pop(key)
+
     def list(self) -> list[str]:
         return sorted(self.files)
 

@@ -102,6 +102,9 @@ class Store(Protocol):
         without it nothing is committed (FileNotFoundError).
         """
 
+    def rename(self, key: str, new_key: str) -> None:
+        """Give a file that is written another name, in place of a file that has it."""
+
     def list(self) -> list[str]:
         """All keys; none if the place does not exist."""
 

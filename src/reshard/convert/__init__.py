@@ -1,0 +1,1 @@
+"""Checkpoints in other formats, streamed: memory does not depend on the size of the model."""

@@ -1,0 +1,239 @@
+"""Tensors of a checkpoint as plain safetensors files, as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from reshard.api import CheckpointExistsError, UnsupportedFormatError
+from reshard.checkpoint.directory import delete_quietly, put_new
+from reshard.checkpoint.stored_tensors import StoredTensors
+from reshard.convert.copying import Destination, copy_tasks
+from reshard.convert.selection import Picked
+from reshard.coordination.channel import Channel
+from reshard.engine.progress import watched
+from reshard.engine.workers import default_threads, run_all
+from reshard.foreign.safetensors import INDEX, SUFFIX
+from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
+from reshard.stores.owners import OWNER, is_alive, owner_tag
+from reshard.stores.protocol import Store
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_DRAFT = re.compile(rf"\.[0-9a-f]{{8}}\.({OWNER})\..*\.partial")
+
+
+def parse_size(size: int | str) -> int:
+    """A number of bytes, which may be spelled "5GB" or "500 MiB"."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"{size!r} is not a size: pass a number of bytes, or a text such as '5GB'")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file to write, and the tensors in it."""
+
+    name: str
+    tensors: Sequence[Picked]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def split_into_files(tensors: Sequence[Picked], most_bytes: int) -> list[OutputFile]:
+    """Files of at most `most_bytes`, or one tensor, named as Hugging Face names them."""
+    groups: list[list[Picked]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > most_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return [OutputFile(f"model{SUFFIX}", groups[0])]
+    return [
+        OutputFile(f"model-{number:05d}-of-{len(groups):05d}{SUFFIX}", group)
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def check_holdable(tensors: Sequence[Picked], names: Collection[str], where: str) -> None:
+    """Refuse what a safetensors file cannot hold, before anything is written."""
+    for tensor in tensors:
+        if tensor.dtype not in SAFETENSORS_DTYPES:
+            raise UnsupportedFormatError(
+                f"safetensors cannot hold {tensor.name!r} of {where}, whose dtype is "
+                f"{tensor.dtype}. Leave it out with exclude, or pass another dtype"
+            )
+    if "__metadata__" in names:
+        raise UnsupportedFormatError(
+            "safetensors cannot hold a tensor with the name '__metadata__': rename it"
+        )
+
+
+class Export:
+    """Writing files under temporary names; they get their own when all are complete.
+
+    The files are shared out to the ranks of the channel. The index comes last: whoever looks for
+    it sees all or nothing.
+    """
+
+    def __init__(
+        self, source: StoredTensors, target: Store, files: Sequence[OutputFile], token: str
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._files = files
+        self._token = token
+        self._written: list[str] = []
+        self._made_place = False
+
+    def run(self, channel: Channel, notes: Mapping[str, str], index: bytes | None) -> None:
+        """Write the files with `notes` in them, and `index` beside them; all or nothing.
+
+        The coordinator must have checked that they may be replaced.
+        """
+        try:
+            channel.do_together("create", self._create)
+            own = _share(self._files, channel.world_size)[channel.rank]
+            channel.do_together("export", lambda: self._write(own, notes, channel.is_coordinator))
+            channel.do_together(
+                "publish", lambda: self._publish(index) if channel.is_coordinator else None
+            )
+        except BaseException:
+            self._discard()
+            raise
+
+    def _create(self) -> None:
+        self._made_place = self._target.create()
+        drafts = ((key, _DRAFT.fullmatch(key)) for key in self._target.list())
+        dead = [key for key, match in drafts if match and is_alive(match[1]) is False]
+        delete_quietly(self._target, dead)
+
+    def _draft(self, name: str) -> str:
+        return f".{self._token}.{name}.partial"
+
+    def _write(
+        self, files: Sequence[OutputFile], notes: Mapping[str, str], shows_progress: bool
+    ) -> None:
+        total = sum(file.nbytes for file in files)
+        what = f"exporting {self._target.location}"
+        with watched(what, total, shows_progress) as progress, contextlib.ExitStack() as opened:
+            writers, places = [], []
+            for file in files:
+                header, begins = _lay_out(file.tensors, notes)
+                draft = self._draft(file.name)
+                self._written.append(draft)
+                writer = self._target.open_writer(draft, len(header) + file.nbytes)
+                opened.callback(writer.close)
+                writer.write(0, [memoryview(header)])
+                writers.append(writer)
+                places += [
+                    Destination(tensor, writer, begin)
+                    for tensor, begin in zip(file.tensors, begins, strict=True)
+                ]
+            tasks = copy_tasks(self._source, places, progress.advance)
+            # While one waits for the disk, another reads.
+            run_all(lambda task: task(), tasks, max(2, default_threads()))
+            for writer in writers:
+                writer.sync()
+
+    def _publish(self, index: bytes | None) -> None:
+        """Give all files their names. Of an older export nothing is left over."""
+        target = self._target
+        drafts = [self._draft(file.name) for file in self._files]
+        if index is not None:
+            put_new(target, self._draft(INDEX), index, durable=True)
+            self._written.append(self._draft(INDEX))
+        target.sync()
+        before = {key for key in target.list() if is_export(key)}
+        if INDEX in before:
+            # It names files of the older export.
+            target.delete(INDEX)
+        for draft, file in zip(drafts, self._files, strict=True):
+            target.rename(draft, file.name)
+        if index is not None:
+            target.rename(self._draft(INDEX), INDEX)
+        kept = {file.name for file in self._files} | {INDEX}
+        delete_quietly(target, sorted(before - kept))
+        target.sync()
+        self._written.clear()
+
+    def _discard(self) -> None:
+        delete_quietly(self._target, self._written)
+        if self._made_place:
+            self._target.remove()
+
+
+def new_token() -> str:
+    """What is in the temporary names of one export: who makes it, so that others know if it died.
+
+    The coordinator's, for all ranks.
+    """
+    return f"{uuid.uuid4().hex[:8]}.{owner_tag()}"
+
+
+_EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))
+
+
+def is_export(key: str) -> bool:
+    """Whether a file has a name that exports give."""
+    return _EXPORTED.fullmatch(key) is not None
+
+
+def check_may_export(target: Store, overwrite: bool) -> None:
+    """Refuse to replace an older export unless that is wanted."""
+    found = [key for key in target.list() if is_export(key)]
+    if found and not overwrite:
+        raise CheckpointExistsError(
+            f"there are safetensors files at {target.location} already, such as {found[0]!r}. Pass "
+            "overwrite=True to replace them, or export to another place"
+        )
+
+
+def make_index(files: Sequence[OutputFile]) -> bytes:
+    """The file that says where each tensor is."""
+    weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+    content = {
+        "metadata": {"total_size": sum(file.nbytes for file in files)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+
+
+def _lay_out(tensors: Sequence[Picked], notes: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """The header of a file, and where each of its tensors begins in it."""
+    entries: dict[str, Entry] = {}
+    begins = [0] * len(tensors)
+    position = 0
+    # Large elements first, so that each tensor begins at a multiple of its own.
+    for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize):
+        tensor = tensors[i]
+        begins[i], end = position, position + tensor.nbytes
+        name = SAFETENSORS_DTYPES[tensor.dtype]
+        entries[tensor.name] = Entry(name, tensor.shape, position, end)
+        position = end
+    header = build_header(entries, notes)
+    return header, [begin + len(header) for begin in begins]
+
+
+def _share(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
+    """The files of each rank: the largest first, each to who has least."""
+    shares: list[list[OutputFile]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for file in sorted(files, key=lambda file: -file.nbytes):
+        rank = loads.index(min(loads))
+        shares[rank].append(file)
+        loads[rank] += file.nbytes
+    return shares

@@ -1,0 +1,92 @@
+"""What of a checkpoint is converted, under which names and in which dtype."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from reshard.api import MissingKeyError
+from reshard.checkpoint.stored_tensors import StoredTensors
+from reshard.plans.mismatches import describe_missing
+
+
+@dataclass(frozen=True)
+class Picked:
+    """A tensor to convert: its row in the manifest, and what it becomes."""
+
+    name: str
+    tensor: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to convert.
+
+    `keys` are names, or what names begin with up to a dot; all without them. Names that match
+    a pattern of `exclude` are left out. `rename` gives a name its new one; `dtype` is what
+    floating-point tensors are converted to.
+    """
+
+    keys: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Callable[[str], str] | None = None
+    dtype: torch.dtype | None = None
+
+    def names(self, stored: Iterable[str]) -> dict[str, str]:
+        """The new name of each stored name that is wanted."""
+        stored = list(stored)
+        wanted = [name for name in stored if self._is_wanted(name)]
+        for key in self.keys:
+            if not any(name == key or name.startswith(f"{key}.") for name in stored):
+                raise MissingKeyError(describe_missing([key], stored))
+        new: dict[str, str] = {}
+        owners: dict[str, str] = {}
+        for name in wanted:
+            new[name] = name if self.rename is None else self.rename(name)
+            other = owners.setdefault(new[name], name)
+            if other != name:
+                raise ValueError(f"rename gives {other!r} and {name!r} the same name {new[name]!r}")
+        return new
+
+    def _is_wanted(self, name: str) -> bool:
+        is_named = not self.keys or any(
+            name == key or name.startswith(f"{key}.") for key in self.keys
+        )
+        return is_named and not any(fnmatch.fnmatchcase(name, each) for each in self.exclude)
+
+    def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
+        """What a tensor of `dtype` becomes."""
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+
+def pick_tensors(
+    source: StoredTensors, names: Mapping[str, str], selection: Selection
+) -> tuple[list[Picked], dict[str, str]]:
+    """The tensors among `names`, each once; and of those that share memory, the other names.
+
+    `names` are new names by stored ones.
+    """
+    table = source.manifest.table
+    picked: dict[int, Picked] = {}
+    others: dict[str, str] = {}
+    for stored, name in names.items():
+        tensor = table.row_of.get(stored)
+        if tensor is None:
+            continue
+        owner = int(table.sources[tensor])
+        if owner in picked:
+            others[name] = picked[owner].name
+            continue
+        dtype = selection.dtype_for(source.dtype(tensor))
+        picked[owner] = Picked(name, tensor, dtype, source.shape(tensor))
+    return list(picked.values()), others

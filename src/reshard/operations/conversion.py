@@ -1,0 +1,138 @@
+"""Converting a stored checkpoint into another format."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from reshard.api import UnsupportedFormatError
+from reshard.background.queue import save_queue
+from reshard.checkpoint.stored_tensors import StoredTensors
+from reshard.convert.checkpoint import StoredPlanner
+from reshard.convert.safetensors import (
+    Export,
+    OutputFile,
+    check_holdable,
+    check_may_export,
+    make_index,
+    new_token,
+    parse_size,
+    split_into_files,
+)
+from reshard.convert.selection import Selection, pick_tensors
+from reshard.coordination.channel import Channel
+from reshard.coordination.exchange import TextExchange
+from reshard.coordination.pairing import Intent
+from reshard.filesystem import FileSystemWriter
+from reshard.foreign.opening import open_manifest
+from reshard.operations.ranks import Ranks
+from reshard.operations.renaming import Rename, name_changer
+from reshard.operations.save import Save, SaveJob
+from reshard.operations.targets import Place, SaveTarget, comparable_place
+from reshard.stores.local import LocalStore
+from reshard.stores.protocol import Store
+
+_THREADS = 4
+"""Some of them wait for the disk."""
+_FORMAT_NOTE = {"format": "pt"}
+"""What other tools look for: tensors of PyTorch."""
+
+
+@dataclass(frozen=True)
+class ConversionSettings:
+    """How to convert, as `convert` documents it."""
+
+    keys: Sequence[str] | str | None = None
+    exclude: Sequence[str] | str = ()
+    rename: Rename | None = None
+    dtype: torch.dtype | str | None = None
+    max_shard_size: int | str = "5GB"
+    overwrite: bool = False
+
+    def selection(self) -> Selection:
+        return Selection(
+            _texts(self.keys or ()),
+            _texts(self.exclude),
+            None if self.rename is None else name_changer(self.rename),
+            _dtype(self.dtype),
+        )
+
+
+def _texts(texts: Sequence[str] | str) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts)
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"{dtype!r} is not the name of a dtype of torch, such as 'bfloat16'")
+        dtype = found
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is a floating-point dtype of torch, not {dtype!r}")
+    return dtype
+
+
+def export_safetensors(
+    source: Place, target: Place, settings: ConversionSettings, ranks: Ranks
+) -> None:
+    """Write the tensors of a checkpoint as safetensors files. Called by all ranks."""
+    channel = ranks.open_channel(Intent("export", f"export to {comparable_place(target)!r}"))
+    with channel:
+        token = channel.exchange(
+            TextExchange("open"), lambda: "", lambda texts: [new_token()] * len(texts)
+        )
+        with _opened(source, channel) as tensors:
+            store = LocalStore(target)
+            files, notes = _plan(tensors, settings, store)
+            index = make_index(files) if len(files) > 1 else None
+            Export(tensors, store, files, token).run(channel, notes, index)
+
+
+def save_again(source: Place, target: Place, settings: ConversionSettings, ranks: Ranks) -> None:
+    """Save a checkpoint of any kind as one of ours. Called by all ranks."""
+    save_to = SaveTarget(
+        FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite), None
+    )
+    channel = ranks.open_channel(save_to.intent("convert", True))
+    with channel, _opened(source, channel) as tensors:
+        planner = StoredPlanner(tensors, settings.selection())
+        Save(SaveJob({}, save_to.choose_writer(), planner), channel).run()
+
+
+@contextlib.contextmanager
+def _opened(source: Place, channel: Channel) -> Iterator[StoredTensors]:
+    found: list[StoredTensors] = []
+
+    def open_source() -> None:
+        save_queue().settle(comparable_place(source))
+        found.append(StoredTensors(*open_manifest(LocalStore(source))))
+
+    channel.do_together("open", open_source)
+    with contextlib.closing(found[0]):
+        yield found[0]
+
+
+def _plan(
+    source: StoredTensors, settings: ConversionSettings, target: Store
+) -> tuple[list[OutputFile], dict[str, str]]:
+    """The files to write, and their notes; what cannot be written is refused."""
+    selection = settings.selection()
+    m = source.manifest
+    names = selection.names([*m.tensor_names, *m.value_names])
+    values = [name for name in m.value_names if name in names]
+    if values:
+        raise UnsupportedFormatError(
+            f"safetensors holds tensors only, and {values[0]!r} of {source.location} is a value"
+            f"{f', as are {len(values) - 1} others' if len(values) > 1 else ''}. Choose tensors "
+            "with keys, or leave values out with exclude"
+        )
+    picked, others = pick_tensors(source, names, selection)
+    check_holdable(picked, names.values(), source.location)
+    check_may_export(target, settings.overwrite)
+    files = split_into_files(picked, parse_size(settings.max_shard_size))
+    # As safetensors notes tensors that it leaves out because they share memory.
+    return files, _FORMAT_NOTE | {name: kept for name, kept in others.items() if name != "format"}
