@@ -9,6 +9,7 @@ an older save committed over its own.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing.spawn
 import os
@@ -20,7 +21,6 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from types import FrameType
 from typing import Any
 
 import torch
@@ -46,9 +46,7 @@ def main(descriptor: int, trainer: int, handle: int | None) -> None:
         target=_end_with, args=(trainer, handle), name="reshard-watch", daemon=True
     )
     watch.start()
-    # Not ignored, since that would be passed on to children.
-    for number in IN_THE_TRAINERS_HANDS:
-        signal.signal(number, _stay)
+    _outlive_signals()
     # They were blocked from birth.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IN_THE_TRAINERS_HANDS)
     faulthandler.enable()
@@ -65,8 +63,19 @@ def main(descriptor: int, trainer: int, handle: int | None) -> None:
     os._exit(0)
 
 
-def _stay(number: int, frame: FrameType | None) -> None:
-    """Go on."""
+def _outlive_signals() -> None:
+    """Go on when a signal comes that is meant for the trainer.
+
+    Not ignored, since that would be passed on to children. A function of C that does nothing, and
+    not one of Python: that would be run between any two steps of a save, and now and then Python
+    3.11 lost its stack there.
+    """
+    system = ctypes.CDLL(None)
+    system.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    system.signal.restype = ctypes.c_void_p
+    harmless = ctypes.cast(system.abs, ctypes.c_void_p)
+    for number in IN_THE_TRAINERS_HANDS:
+        system.signal(number, harmless)
 
 
 def _end_with(trainer: int, handle: int | None) -> None:

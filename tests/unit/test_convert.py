@@ -1,0 +1,332 @@
+"""reshard.convert: what a checkpoint holds, in another format or under other names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard.api import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    MissingKeyError,
+    UnsupportedFormatError,
+)
+from reshard.checkpoint.stored_tensors import StoredTensors
+from reshard.convert import copying, safetensors
+from reshard.format.container import SAFETENSORS_DTYPES
+from support.ranks import run_ranks
+
+
+def bits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Any bits, so that NaNs and the like are among them."""
+    generator = torch.Generator().manual_seed(len(shape) + dtype.itemsize)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = dtype.itemsize * torch.Size(shape).numel()
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).view(shape)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
+
+
+def save(folder: Path, **state: Any) -> Path:
+    reshard.save(state, checkpoint_id=folder / "saved")
+    return folder / "saved"
+
+
+@pytest.mark.parametrize("dtype", list(SAFETENSORS_DTYPES), ids=str)
+def test_every_dtype_that_safetensors_has_goes_there_and_back(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    tensors = {"m": bits(7, 5, dtype=dtype), "scalar": bits(1, dtype=dtype)[0], "none": bits(0, 3)}
+    place = save(tmp_path, **tensors)
+
+    reshard.convert(place, tmp_path / "hf", "huggingface")
+    reshard.convert(tmp_path / "hf", tmp_path / "back", "reshard")
+
+    by_safetensors = load_file(tmp_path / "hf/model.safetensors")
+    back = reshard.read_state_dict(tmp_path / "back")
+    assert by_safetensors.keys() == back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        for found in (by_safetensors[name], back[name]):
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert same_bits(found, tensor)
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    place = save(tmp_path, z=torch.zeros(2, dtype=torch.complex128))
+
+    with pytest.raises(UnsupportedFormatError, match=r"cannot hold 'z'.*complex128.*exclude"):
+        reshard.convert(place, tmp_path / "hf", "huggingface")
+
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_value_is_refused_by_its_name_unless_it_is_left_out(tmp_path: Path) -> None:
+    place = save(tmp_path, model={"w": torch.ones(2)}, step=7, epoch=1)
+
+    with pytest.raises(UnsupportedFormatError, match=r"'step'.* is a value, as are 1 others"):
+        reshard.convert(place, tmp_path / "hf", "huggingface")
+    assert not (tmp_path / "hf").exists()
+    reshard.convert(place, tmp_path / "hf", "huggingface", exclude=["step", "ep*"])
+
+    assert load_file(tmp_path / "hf/model.safetensors").keys() == {"model.w"}
+
+
+def test_files_are_no_larger_than_asked_for_and_the_index_says_what_is_where(
+    tmp_path: Path,
+) -> None:
+    tensors = {f"layer.{i}": bits(100, i + 1) for i in range(9)}
+    place = save(tmp_path, **tensors)
+
+    reshard.convert(place, tmp_path / "hf", "huggingface", max_shard_size="6KB")
+
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, 4 + 1)]
+    for file in files:
+        found = load_file(tmp_path / "hf" / file)
+        assert sum(t.nbytes for t in found.values()) <= 6000
+        for name, tensor in found.items():
+            assert index["weight_map"][name] == file
+            assert same_bits(tensor, tensors[name])
+    assert reshard.read_state_dict(tmp_path / "hf").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [(5, 5), ("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("200mb", 2 * 10**8), ("7", 7)],
+)
+def test_sizes_are_numbers_or_texts(size: int | str, nbytes: int) -> None:
+    assert safetensors.parse_size(size) == nbytes
+
+
+@pytest.mark.parametrize("size", ["", "GB", "-1GB", "5 parsecs", 0, -3, True, None])
+def test_what_is_no_size_is_refused(size: Any) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        safetensors.parse_size(size)
+
+
+def test_only_floating_point_tensors_are_cast(tmp_path: Path) -> None:
+    place = save(tmp_path, f=torch.tensor([1.5, 1e-9]), i=torch.tensor([3]), b=torch.tensor([True]))
+
+    reshard.convert(place, tmp_path / "hf", "huggingface", dtype="bfloat16")
+    reshard.convert(place, tmp_path / "again", "reshard", dtype=torch.float16)
+
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert torch.equal(found["f"], torch.tensor([1.5, 1e-9]).bfloat16())
+    assert (found["i"].dtype, found["b"].dtype) == (torch.int64, torch.bool)
+    assert reshard.read_tensor(tmp_path / "again", "f").dtype is torch.float16
+
+
+def test_names_are_chosen_and_changed_and_nesting_stays(tmp_path: Path) -> None:
+    state = {"model": {"layers": [{"w": torch.ones(1)}, {"w": torch.ones(2)}]}, "opt": {"lr": 0.1}}
+    place = save(tmp_path, **state)
+
+    reshard.convert(place, tmp_path / "net", "reshard", keys="model", rename={"model": "net"})
+    reshard.convert(
+        place, tmp_path / "hf", "huggingface", keys=["model.layers.1"], rename={"model": ""}
+    )
+
+    found = reshard.read_state_dict(tmp_path / "net")
+    assert [layer["w"].shape for layer in found["net"]["layers"]] == [(1,), (2,)]
+    assert found.keys() == {"net"}
+    assert load_file(tmp_path / "hf/model.safetensors").keys() == {"layers.1.w"}
+
+
+def test_wrong_names_are_refused(tmp_path: Path) -> None:
+    place = save(tmp_path, alpha=torch.ones(1), beta=torch.ones(1))
+
+    with pytest.raises(MissingKeyError, match="alpha"):
+        reshard.convert(place, tmp_path / "hf", "huggingface", keys="alphas")
+    with pytest.raises(ValueError, match=r"'alpha' and 'beta' the same name 'x'"):
+        reshard.convert(place, tmp_path / "hf", "huggingface", rename=lambda name: "x")
+    with pytest.raises(ValueError, match="format is"):
+        reshard.convert(place, tmp_path / "hf", "onnx")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not the name of a dtype"):
+        reshard.convert(place, tmp_path / "hf", "huggingface", dtype="bf16")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_of_tied_weights_the_first_is_kept_and_the_other_noted(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    place = save(tmp_path, embed=weight, head=weight)
+
+    reshard.convert(place, tmp_path / "hf", "huggingface")
+    reshard.convert(place, tmp_path / "again", "reshard")
+
+    with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
+        assert set(file.keys()) == {"embed"}
+        assert file.metadata() == {"format": "pt", "head": "embed"}
+    again = reshard.read_state_dict(tmp_path / "again")
+    assert again["head"] is again["embed"]
+
+
+def test_values_are_copied_as_they_are_without_opening_a_pickle(tmp_path: Path) -> None:
+    state = {"when": {"step": 7, "name": "x"}, "odd": Path, "w": torch.ones(2)}
+    reshard.save(state, checkpoint_id=tmp_path / "saved")
+
+    reshard.convert(tmp_path / "saved", tmp_path / "again", "reshard")
+
+    assert reshard.read_state_dict(tmp_path / "again", allow_pickle=True)["odd"] is Path
+    assert reshard.read_state_dict(tmp_path / "again", {"when"}) == {"when": state["when"]}
+    with pytest.raises(reshard.CheckpointException, match="allow_pickle"):
+        reshard.read_state_dict(tmp_path / "again")
+
+
+def test_an_older_export_is_replaced_only_if_that_is_wanted(tmp_path: Path) -> None:
+    place = save(tmp_path, **{str(i): bits(100) for i in range(4)})
+    reshard.convert(place, tmp_path / "hf", "huggingface", max_shard_size=400)
+    (tmp_path / "hf/config.json").write_text("{}")
+
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        reshard.convert(place, tmp_path / "hf", "huggingface")
+    reshard.convert(place, tmp_path / "hf", "huggingface", overwrite=True)
+
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("format", ["huggingface", "reshard"])
+def test_an_interrupt_leaves_nothing_behind_and_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
+) -> None:
+    place = save(tmp_path, **{str(i): bits(100) for i in range(4)})
+    reshard.convert(place, tmp_path / "out", format, keys="0")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    read, calls = StoredTensors.read, []
+
+    def interrupted(self: StoredTensors, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        read(self, *args)
+
+    monkeypatch.setattr(StoredTensors, "read", interrupted)
+    for target in ("out", "new"):
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            reshard.convert(place, tmp_path / target, format, overwrite=True)
+
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_killed_export_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+    place = save(tmp_path, w=bits(10))
+    (tmp_path / "hf").mkdir()
+    machine = safetensors.new_token().split(".")[1].split("-")[0]
+    dead = tmp_path / f"hf/.0123abcd.{machine}-999999999-1.model.safetensors.partial"
+    elsewhere = tmp_path / "hf/.0123abcd.00000000-1-1.model.safetensors.partial"
+    dead.touch()
+    elsewhere.touch()
+
+    reshard.convert(place, tmp_path / "hf", "huggingface")
+
+    assert not dead.exists()
+    assert elsewhere.exists()
+
+
+@pytest.mark.parametrize("whole_bytes", [1 << 20, 1000], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("format", ["huggingface", "reshard"])
+def test_damage_is_found_on_the_way_and_nothing_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_bytes: int, format: Any
+) -> None:
+    monkeypatch.setattr(copying, "_WHOLE_BYTES", whole_bytes)
+    place = save(tmp_path, w=bits(50, 40))
+    file = next(place.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
+        reshard.convert(place, tmp_path / "out", format)
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_single_file_is_a_source(tmp_path: Path) -> None:
+    save_file({"a.b": bits(3), "c": bits(2, 2)}, tmp_path / "some.safetensors")
+
+    reshard.convert(tmp_path / "some.safetensors", tmp_path / "saved", "reshard")
+
+    state = {"a": {"b": torch.zeros(3)}, "c": torch.zeros(2, 2)}
+    reshard.load(state, checkpoint_id=tmp_path / "saved")
+    assert same_bits(state["a"]["b"], bits(3))
+
+
+def save_by_columns(folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = torch.arange(60 * 90, dtype=torch.float32).view(60, 90)
+    stack = torch.arange(6 * 7 * 8).view(6, 7, 8)
+    state = {
+        "columns": distribute_tensor(tensor, mesh, [Shard(1)]),
+        "rows": distribute_tensor(tensor, mesh, [Shard(0)]),
+        "stack": distribute_tensor(stack, mesh, [Shard(2)]),
+    }
+    reshard.save(state, checkpoint_id=folder)
+
+
+def export_together(folder: str, whole_bytes: int) -> None:
+    copying._WHOLE_BYTES = whole_bytes  # type: ignore[misc]
+    for name, size in (("one", "1GB"), ("many", "10KB")):
+        reshard.convert(folder, f"{folder}-{name}", "huggingface", max_shard_size=size)
+    reshard.convert(folder, f"{folder}-again", "reshard")
+
+
+@pytest.mark.parametrize("whole_bytes", [1 << 20, 300], ids=["at once", "in pieces"])
+def test_ranks_share_the_work_whatever_the_layout_of_the_source(
+    tmp_path: Path, whole_bytes: int
+) -> None:
+    folder = str(tmp_path / "saved")
+    run_ranks(2, save_by_columns, folder)
+
+    run_ranks(2, export_together, folder, whole_bytes)
+
+    for name in ("one", "many", "again"):
+        found = reshard.read_state_dict(f"{folder}-{name}")
+        expected = torch.arange(60 * 90, dtype=torch.float32).view(60, 90)
+        assert torch.equal(found["columns"], expected)
+        assert torch.equal(found["rows"], expected)
+        assert torch.equal(found["stack"], torch.arange(6 * 7 * 8).view(6, 7, 8))
+    assert len(list(Path(f"{folder}-many").glob("*.safetensors"))) == 3
+
+
+def fail_on_one_rank(folder: str) -> str:
+    if torch.distributed.get_rank() == 1:
+
+        def fail(self: StoredTensors, *args: Any) -> None:
+            raise OSError("the disk is on fire")
+
+        StoredTensors.read = fail  # type: ignore[method-assign]
+    with pytest.raises(reshard.CheckpointException) as caught:
+        reshard.convert(folder, f"{folder}-out", "huggingface", max_shard_size="10KB")
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_fails_the_export_on_all(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    run_ranks(2, save_by_columns, folder)
+
+    texts = run_ranks(2, fail_on_one_rank, folder)
+
+    assert all("the disk is on fire" in text for text in texts)
+    assert not Path(f"{folder}-out").exists()
