@@ -11,14 +11,15 @@ import torch
 
 from reshard.api import CoverageError
 from reshard.checkpoint.shard_files import ShardFiles
+from reshard.engine.memory import BounceBuffer, byte_view
 from reshard.engine.reading import Request, Verify, compare, read_regions, too_short
-from reshard.engine.runs import is_one_run, ravel
 from reshard.format.checksum import Digester
 from reshard.format.tables import Manifest
 from reshard.planning.columns import DTYPES
-from reshard.stores.protocol import CutShortError, Store
+from reshard.stores.protocol import CutShortError, Reader, Store
 
 _PIECE_BYTES = 4 << 20
+_WIDEST_ROW_BYTES = 64 << 20
 
 
 class StoredTensors:
@@ -44,6 +45,20 @@ class StoredTensors:
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.manifest.table.shape_of(tensor)
+
+    def open_chunk(self, row: int) -> tuple[str, int]:
+        """A file to read a chunk from, and where it begins in there."""
+        with self._lock:
+            return self._files.open_chunk(row)
+
+    def reader(self, file: str) -> Reader:
+        """A file that `open_chunk` named."""
+        return self._files.readers[file]
+
+    def is_verified(self, row: int) -> bool:
+        """Whether a chunk is to be compared with its digest."""
+        is_suspect = self._files.is_suspect(int(self.manifest.chunk_files[row]))
+        return self._files.verify is not Verify.OFF or is_suspect
 
     def read(
         self, tensor: int, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor
@@ -90,8 +105,7 @@ class StoredTensors:
     ) -> Request:
         m = self.manifest
         name = m.tensor_names[tensor]
-        with self._lock:
-            file, begin = self._files.open_chunk(row)
+        file, begin = self.open_chunk(row)
         return Request(
             name,
             file,
@@ -106,66 +120,115 @@ class StoredTensors:
             suspect=self._files.is_suspect(int(m.chunk_files[row])),
         )
 
-    def runs(self, tensor: int) -> list[tuple[int, int, int]] | None:
-        """The chunks of a tensor as runs of it: row, first element, number of elements.
-
-        None if they are not contiguous in it, or are not all of it.
-        """
-        m, table = self.manifest, self.manifest.table
-        dims, shape = int(table.ndims[tensor]), self.shape(tensor)
-        found = []
-        for row in self.rows(tensor):
-            offsets = m.chunk_offsets[row, :dims].tolist()
-            sizes = tuple(m.chunk_sizes[row, :dims].tolist())
-            if not is_one_run(shape, sizes):
-                return None
-            if math.prod(sizes):
-                found.append((row, ravel(shape, offsets), math.prod(sizes)))
-        is_whole = sum(count for *_, count in found) == math.prod(shape)
-        return sorted(found, key=lambda run: run[1]) if is_whole else None
-
     def rows(self, tensor: int) -> range:
         """The chunks of a tensor."""
         table = self.manifest.table
         source = int(table.sources[tensor])
         return range(int(table.starts[source]), int(table.starts[source + 1]))
 
+    def slabs(self, tensor: int) -> list[list[int]] | None:
+        """The chunks of a tensor in groups that can be streamed, each some rows of it.
+
+        None if they do not form such groups, or are not all of it, or if one row takes too much
+        memory.
+        """
+        m, shape = self.manifest, self.shape(tensor)
+        row_elements = math.prod(shape[1:])
+        if not shape or row_elements * self.dtype(tensor).itemsize > _WIDEST_ROW_BYTES:
+            return None
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row in self.rows(tensor):
+            if m.chunk_sizes[row].all():
+                place = int(m.chunk_offsets[row, 0]), int(m.chunk_sizes[row, 0])
+                groups.setdefault(place, []).append(row)
+        for (_, count), rows in groups.items():
+            # Chunks do not overlap, so that those with as many elements fill all columns.
+            if int(m.chunk_sizes[rows].prod(axis=1).sum()) != count * row_elements:
+                return None
+        if sum(count for _, count in groups) != shape[0]:
+            return None
+        return list(groups.values())
+
+    def stream(
+        self, tensor: int, slab: Sequence[int], take: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        """Hand over a group of chunks, some rows after the other, with the first of each.
+
+        They are valid until `take` returns. Chunks are verified as they go by: an error comes
+        after the last rows.
+        """
+        parts = [_ChunkStream(self, tensor, row) for row in slab]
+        shape, dtype = self.shape(tensor), self.dtype(tensor)
+        first, count = parts[0].offsets[0], parts[0].sizes[0]
+        row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
+        step = max(1, _PIECE_BYTES // row_bytes)
+        rows = torch.empty((min(step, count), *shape[1:]), dtype=dtype, device="cpu")
+        for begin in range(0, count, step):
+            some = rows[: min(step, count - begin)]
+            for part in parts:
+                part.next_into(some)
+            take(first + begin, some)
+        for part in parts:
+            part.check_end()
+
     def check(self, tensor: int, row: int) -> None:
         """Read a chunk to compare it with its digest, if it has one."""
-        if self._is_verified(row):
-            self.stream(tensor, row, lambda position, piece: None)
-
-    def _is_verified(self, row: int) -> bool:
-        is_suspect = self._files.is_suspect(int(self.manifest.chunk_files[row]))
-        return self._files.verify is not Verify.OFF or is_suspect
-
-    def stream(self, tensor: int, row: int, take: Callable[[int, torch.Tensor], None]) -> None:
-        """Hand over one chunk, a flat piece after the other, with the element it begins at.
-
-        A piece is valid until `take` returns. The chunk is verified as it goes by: an error comes
-        after the last piece.
-        """
-        m, name, dtype = self.manifest, self.manifest.tensor_names[tensor], self.dtype(tensor)
-        with self._lock:
-            file, begin = self._files.open_chunk(row)
-        reader, nbytes = self._files.readers[file], int(m.chunk_sizes[row].prod()) * dtype.itemsize
-        step = _PIECE_BYTES // dtype.itemsize * dtype.itemsize
-        buffer = bytearray(min(step, nbytes))
-        is_verified = self._is_verified(row)
-        digester, place = Digester(), f"{file!r} of {self.location}"
-        for position in range(0, nbytes, step):
-            piece = memoryview(buffer)[: min(step, nbytes - position)]
-            try:
-                reader.read_into(begin + position, [piece])
-            except CutShortError as error:
-                raise too_short(name, place, error) from error
-            if is_verified:
-                digester.update(piece)
-            take(position // dtype.itemsize, torch.frombuffer(piece, dtype=dtype))
-        if is_verified:
-            compare(digester.digest(), m.chunk_digests[row].tobytes(), name, place)
+        part = _ChunkStream(self, tensor, row)
+        if part.is_verified:
+            part.skip()
+            part.check_end()
 
     def value(self, row: int) -> bytes:
         """The stored bytes of a value."""
         with self._lock:
             return self._files.read_value(self.manifest.value_names[row], row)
+
+
+class _ChunkStream:
+    """One chunk, read from its beginning to its end."""
+
+    def __init__(self, source: StoredTensors, tensor: int, row: int) -> None:
+        m, dims = source.manifest, len(source.shape(tensor))
+        self.offsets: list[int] = m.chunk_offsets[row, :dims].tolist()
+        self.sizes: list[int] = m.chunk_sizes[row, :dims].tolist()
+        self._dtype, self._name = source.dtype(tensor), m.tensor_names[tensor]
+        self._digest = m.chunk_digests[row].tobytes()
+        file, self._position = source.open_chunk(row)
+        self._end = self._position + math.prod(self.sizes) * self._dtype.itemsize
+        self._reader = source.reader(file)
+        self._where = f"{file!r} of {source.location}"
+        self.is_verified = source.is_verified(row)
+        self._digester = Digester()
+        self._bounce = BounceBuffer(_PIECE_BYTES)
+
+    def next_into(self, rows: torch.Tensor) -> None:
+        """Fill the columns of the chunk in its next rows."""
+        target = rows
+        for dim in range(1, len(self.sizes)):
+            target = target.narrow(dim, self.offsets[dim], self.sizes[dim])
+        if target.is_contiguous():
+            self._read(byte_view(target))
+            return
+        buffer = self._bounce.take(target.nbytes)
+        self._read(byte_view(buffer))
+        target.copy_(buffer.view(self._dtype).view(target.shape))
+
+    def skip(self) -> None:
+        """Read to the end, for the digest alone."""
+        while self._position < self._end:
+            nbytes = min(_PIECE_BYTES, self._end - self._position)
+            self._read(byte_view(self._bounce.take(nbytes)))
+
+    def _read(self, view: memoryview) -> None:
+        try:
+            self._reader.read_into(self._position, [view])
+        except CutShortError as error:
+            raise too_short(self._name, self._where, error) from error
+        self._position += len(view)
+        if self.is_verified:
+            self._digester.update(view)
+
+    def check_end(self) -> None:
+        """Compare what was read with the digest of the chunk."""
+        if self.is_verified:
+            compare(self._digester.digest(), self._digest, self._name, self._where)

@@ -34,13 +34,12 @@ def copy_tasks(
     tasks: list[Callable[[], None]] = []
     for place in places:
         picked = place.tensor
-        runs = None
-        if picked.nbytes > _WHOLE_BYTES:
-            runs = source.runs(picked.tensor)
-        if runs is not None:
-            tasks += [partial(_copy_chunk, source, place, row, at, advance) for row, at, _ in runs]
+        is_large = picked.nbytes > _WHOLE_BYTES
+        slabs = source.slabs(picked.tensor) if is_large else None
+        if slabs is not None:
+            tasks += [partial(_copy_slab, source, place, slab, advance) for slab in slabs]
             continue
-        if picked.nbytes > _WHOLE_BYTES:
+        if is_large:
             # None of its chunks is read whole, so they are verified by themselves.
             rows = source.rows(picked.tensor)
             tasks += [partial(source.check, picked.tensor, row) for row in rows]
@@ -63,15 +62,17 @@ def _copy_region(
     _write(place, first, region, advance)
 
 
-def _copy_chunk(
+def _copy_slab(
     source: StoredTensors,
     place: Destination,
-    row: int,
-    first: int,
+    slab: Sequence[int],
     advance: Callable[[int], None],
 ) -> None:
+    row_elements = math.prod(place.tensor.shape[1:])
     source.stream(
-        place.tensor.tensor, row, lambda at, piece: _write(place, first + at, piece, advance)
+        place.tensor.tensor,
+        slab,
+        lambda row, rows: _write(place, row * row_elements, rows, advance),
     )
 
 

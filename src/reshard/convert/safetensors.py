@@ -16,6 +16,7 @@ from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.copying import Destination, copy_tasks
 from reshard.convert.selection import Picked
 from reshard.coordination.channel import Channel
+from reshard.coordination.exchange import TextExchange
 from reshard.engine.progress import watched
 from reshard.engine.workers import default_threads, run_all
 from reshard.foreign.safetensors import INDEX, SUFFIX
@@ -105,7 +106,11 @@ class Export:
         The coordinator must have checked that they may be replaced.
         """
         try:
-            channel.do_together("create", self._create)
+            # All try to remove a place that they made, since the last to leave can.
+            made = channel.exchange(
+                TextExchange("create"), self._create, lambda each: [max(each)] * len(each)
+            )
+            self._made_place = bool(made)
             own = _share(self._files, channel.world_size)[channel.rank]
             channel.do_together("export", lambda: self._write(own, notes, channel.is_coordinator))
             channel.do_together(
@@ -115,11 +120,13 @@ class Export:
             self._discard()
             raise
 
-    def _create(self) -> None:
+    def _create(self) -> str:
+        """Make the place; some text if it was not there."""
         self._made_place = self._target.create()
         drafts = ((key, _DRAFT.fullmatch(key)) for key in self._target.list())
         dead = [key for key, match in drafts if match and is_alive(match[1]) is False]
         delete_quietly(self._target, dead)
+        return "made" if self._made_place else ""
 
     def _draft(self, name: str) -> str:
         return f".{self._token}.{name}.partial"
