@@ -85,6 +85,9 @@ class DefaultSavePlanner(SavePlanner):
 
     mappings: Mapping[str, StatePath]
     _is_default_planner = True
+    call_settings = ("dcp_rules",)
+    dcp_rules = False
+    """Whether names are given, and memory under two names is written twice, as DCP reads it."""
 
     def __init__(
         self,
@@ -115,7 +118,8 @@ class DefaultSavePlanner(SavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         if self.flatten_state_dict:
-            state_dict, self.mappings = flatten_state_dict(state_dict)
+            rules = Rules.DCP if self.dcp_rules else Rules.CURRENT
+            state_dict, self.mappings = flatten_state_dict(state_dict, rules)
         self.state_dict, self.mappings = expand_for_save(state_dict, self.mappings)
         self.is_coordinator = is_coordinator
         self._reader = DTensorReader()
@@ -123,7 +127,8 @@ class DefaultSavePlanner(SavePlanner):
     @default_step
     def create_local_plan(self) -> SavePlan:
         traits = save_traits(self)
-        items = build_write_items(self.state_dict, find_ties=traits.keeps_values)
+        find_ties = traits.keeps_values and not self.dcp_rules
+        items = build_write_items(self.state_dict, find_ties)
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         if not self._enable_plan_caching:
             return self.plan

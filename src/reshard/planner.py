@@ -38,7 +38,27 @@ __all__ = [
 ]
 
 
-class WriteItemType(Enum):
+class _ItemType(Enum):
+    """Equal to the member of torch's enum that has its name.
+
+    Code that was imported before a patch compares with that, and would take a value for a
+    tensor in silence.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Enum):
+            return self is other
+        kind = type(other)
+        return (
+            kind.__module__ == "torch.distributed.checkpoint.planner"
+            and kind.__name__ == type(self).__name__
+            and other.name == self.name
+        )
+
+    __hash__ = Enum.__hash__
+
+
+class WriteItemType(_ItemType):
     """What a `WriteItem` writes: a whole tensor, a part of one, or another value."""
 
     TENSOR = auto()
@@ -46,7 +66,7 @@ class WriteItemType(Enum):
     BYTE_IO = auto()
 
 
-class LoadItemType(Enum):
+class LoadItemType(_ItemType):
     """What a `ReadItem` reads: a region of a tensor, or another value."""
 
     TENSOR = auto()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import reshard
 from reshard.storage import StorageReader, StorageWriter
@@ -27,6 +28,10 @@ class NoSettings(reshard.FileSystemReader):
         if hasattr(self, "_verify"):
             raise RuntimeError("verify cannot be set")
         self._verify = value
+
+
+class OfBoth(reshard.FileSystemWriter, dcp.StorageWriter):
+    """Cannot be adapted."""
 
 
 class NoPlace(reshard.FileSystemWriter):
@@ -53,9 +58,7 @@ def fail(folder: str, case: str) -> tuple[str, str]:
     if case in ("place", "dcp", "join"):
         call = reshard.save
     if case == "dcp" and rank == 1:
-        import torch.distributed.checkpoint as dcp
-
-        options["storage_writer"] = dcp.FileSystemWriter(folder)
+        options["storage_writer"] = OfBoth(folder)
     try:
         call({"w": torch.zeros(2)}, **options)
     except Exception as error:  # noqa: BLE001 - compared in the test
@@ -74,7 +77,7 @@ class NoJoin(reshard.FileSystemWriter):
         ("join", "cannot join"),
         ("exclude", "'int' object is not iterable"),
         ("settings", "verify cannot be set"),
-        ("dcp", "derives from torch.distributed"),
+        ("dcp", "derives from the StorageWriter of torch.distributed"),
     ],
 )
 def test_the_others_are_told(case: str, reason: str, tmp_path: Path) -> None:

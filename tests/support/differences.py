@@ -205,9 +205,16 @@ def error_of_an_object_that_fails(library: Library) -> type[BaseException] | Non
         )
 
 
-def error_of_a_planner_of_torch(library: Library) -> type[BaseException] | None:
+def error_of_items_with_fields_of_their_own(library: Library) -> type[BaseException] | None:
+    @dataclasses.dataclass(frozen=True)
+    class Tagged(dcp.planner.WriteItem):
+        tag: int = 0
+
     class Planner(dcp.DefaultSavePlanner):
-        pass
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            items = [Tagged(i.index, i.type, i.bytes_io_data, i.tensor_data) for i in plan.items]
+            return dataclasses.replace(plan, items=items)
 
     with tempfile.TemporaryDirectory() as folder:
         return raised_by(
@@ -288,7 +295,7 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
         AssertionError,
         api.PlanError,
     ),
-    "planner.SavePlanner": (error_of_a_planner_of_torch, None, api.PlanError),
+    "planner.SavePlanner": (error_of_items_with_fields_of_their_own, None, api.PlanError),
     "filesystem.FileSystemWriter.overwrite": (
         error_of_a_save_that_was_overtaken,
         None,

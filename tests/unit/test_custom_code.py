@@ -76,10 +76,14 @@ def test_a_shard_file_of_its_own_that_is_gone_is_not_waited_for(tmp_path: Path) 
         reshard.save({"w": T}, storage_writer=Removing(tmp_path))
 
 
+class OfBoth(reshard.FileSystemWriter, dcp.StorageWriter):
+    pass
+
+
 @pytest.mark.parametrize("save", [reshard.save, reshard.async_save])
-def test_a_storage_of_dcp_is_refused_by_name(save: Any, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="FileSystemWriter derives from torch"):
-        save({"w": T}, storage_writer=dcp.FileSystemWriter(tmp_path))
+def test_a_storage_of_both_libraries_is_refused_by_name(save: Any, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="OfBoth derives from the StorageWriter of torch"):
+        save({"w": T}, storage_writer=OfBoth(tmp_path))
 
 
 class Counting:

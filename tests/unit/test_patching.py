@@ -316,25 +316,109 @@ def import_a_module_of_torch() -> list[str]:
     return [wrapper.ChunkStorageMetadata.__module__, wrapper.WriteItem.__module__]
 
 
-@pytest.mark.parametrize("base", ["DefaultSavePlanner", "FileSystemWriter"])
-def test_a_class_that_was_derived_from_dcp_before_the_patch_is_refused_by_name(
-    base: str, package: Callable[[str], Any], tmp_path: Path
-) -> None:
-    somebody = package(f"""
-from torch.distributed.checkpoint import {base}, save
+BEFORE = """
+import functools
+import pickle
+import torch.distributed.checkpoint as dist_cp
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner, FileSystemReader, FileSystemWriter, load, save
+)
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
-class DerivedBefore({base}):
+class DerivedPlanner(DefaultSavePlanner):
+    def resolve_data(self, write_item):
+        assert (write_item.type == WriteItemType.BYTE_IO) == (write_item.index.fqn == "step")
+        assert (write_item.type == dist_cp.planner.WriteItemType.BYTE_IO) == (
+            write_item.index.fqn == "step"
+        )
+        return super().resolve_data(write_item)
+
+class DerivedWriter(FileSystemWriter):
+    def __init__(self, path):
+        FileSystemWriter.__init__(self, path)
+
+class DerivedReader(FileSystemReader):
     pass
-""")
-    made = {
-        "DefaultSavePlanner": lambda: {
-            "planner": somebody.DerivedBefore(),
-            "checkpoint_id": tmp_path,
-        },
-        "FileSystemWriter": lambda: {"storage_writer": somebody.DerivedBefore(tmp_path)},
-    }[base]
-    with reshard.patch(), pytest.raises(Exception, match="DerivedBefore"):
-        somebody.save({"w": torch.ones(2), "step": 1}, **made())
+
+class Keeper:
+    kept = save
+
+    def __init__(self):
+        self.writer = FileSystemWriter
+
+def store(state, using=save):
+    using(state)
+
+def closing():
+    using = load
+    return lambda: using
+
+partial, keeper, closed = functools.partial(save, no_dist=True), Keeper(), closing()
+registry = {"dcp": FileSystemWriter}
+"""
+
+
+def test_classes_that_were_derived_from_dcp_before_the_patch_work(
+    package: Callable[[str], Any], tmp_path: Path
+) -> None:
+    somebody = package(BEFORE)
+    wanted = {"w": torch.ones(2), "step": 1}
+    with reshard.patch():
+        somebody.save(wanted, checkpoint_id=tmp_path / "ours", planner=somebody.DerivedPlanner())
+        writer = somebody.DerivedWriter(tmp_path / "theirs")
+        somebody.save(wanted, storage_writer=writer, planner=somebody.DerivedPlanner())
+        for place in (tmp_path / "ours", tmp_path / "theirs"):
+            target = {"w": torch.zeros(2), "step": 0}
+            reader = None if place.name == "ours" else somebody.DerivedReader(place)
+            somebody.load(target, checkpoint_id=place, storage_reader=reader)
+            assert target["w"].equal(torch.ones(2))
+            assert target["step"] == 1
+    target = {"w": torch.zeros(2), "step": 0}
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "theirs"), no_dist=True)
+    assert target["w"].equal(torch.ones(2))
+
+
+def test_a_patch_says_once_and_by_name_what_it_cannot_reach(
+    package: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    somebody = package(BEFORE)
+    caplog.clear()
+    with reshard.patch(), reshard.patch():
+        pass
+    derived, missed = (record.getMessage() for record in caplog.records)
+    name = somebody.__name__
+    for each in ("DerivedPlanner", "DerivedWriter", "DerivedReader"):
+        assert f"{name}.{each}" in derived
+    for each in (
+        "Keeper.kept",
+        "keeper.writer",
+        "store (a default argument)",
+        "closed (a closure)",
+        "partial (a partial)",
+        "registry (a dict)",
+    ):
+        assert f"{name}.{each}" in missed
+    assert f"{name}.Keeper," not in derived
+
+
+def test_a_patch_that_reaches_all_says_nothing() -> None:
+    assert run_alone(messages_of_a_patch) == []
+
+
+def messages_of_a_patch() -> list[str]:
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("reshard.patching").addHandler(handler)
+    own = sys.modules[messages_of_a_patch.__module__]
+    # This module itself keeps what a patch exchanges.
+    vars(own).pop("THEIRS")
+    vars(own).pop("dcp")
+    with reshard.patch():
+        pass
+    return said
 
 
 # Undoing

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reshard.tensors.dcp_modules import reduce_class
 from reshard.tensors.nesting import Walk
 from reshard.tensors.shards import HeldShards, held_shards, is_dense, is_sharded
 from reshard.tensors.storages import elements_spanned, lazy_view, own_storage
@@ -101,7 +102,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
-            return NotImplemented
+            return reduce_class(obj)
         kind, requires_grad = type(obj), obj.requires_grad
         if is_sharded(obj):
             held = held_shards(obj)

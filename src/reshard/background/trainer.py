@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import cast
 
 from reshard.api import CheckpointException, _text_of, _wrap_exception
 from reshard.background.handover import pack
@@ -17,10 +18,11 @@ from reshard.coordination.failures import join_failures
 from reshard.coordination.meeting import Meeting, call_meeting, check_meeting
 from reshard.default_planner import DefaultSavePlanner
 from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.operations.adapters import check_kinds
 from reshard.operations.ranks import Ranks
 from reshard.operations.save import Save, SaveJob, SaveSettings
 from reshard.operations.targets import SaveTarget
-from reshard.operations.user_calls import ask_for_states, refuse_dcp
+from reshard.operations.user_calls import ask_for_states, stages_by_itself, synchronize
 from reshard.planner import SavePlanner
 from reshard.snapshots.pool import Lease, Staged, staging_pool
 from reshard.staging import AsyncStager, DefaultStager, StagingOptions
@@ -99,7 +101,7 @@ class BackgroundSave:
             # Objects that are asked for their state may communicate, so nothing that only one
             # rank may fail in comes before.
             state_dict = ask_for_states(state_dict)
-            refuse_dcp(self.target.writer, self.planner)
+            check_kinds(writer=self.target.writer, save=self.planner)
             self.target, self.settings = self.target.absolute(), self.settings.absolute()
             self._check_target()
             queue.admit(self.options.when_busy)
@@ -118,8 +120,8 @@ class BackgroundSave:
             raise
         if isinstance(self._staged, Future):
             self.staging = _outcome_only(self._staged)
-        elif stager.should_synchronize_after_execute:
-            stager.synchronize_staging()
+        else:
+            synchronize(stager)
         queue.raise_unseen(before=self.future)
 
     def _check_target(self) -> None:
@@ -142,8 +144,8 @@ class BackgroundSave:
         return stager.stage(state_dict, kept=unchanged.tensors)  # type: ignore[call-arg]
 
     def _own_stager(self) -> AsyncStager:
-        if isinstance(self.target.writer, AsyncStager):
-            return self.target.writer
+        if stages_by_itself(self.target.writer):
+            return cast(AsyncStager, self.target.writer)
         return DefaultStager(StagingOptions(use_async_staging=False))
 
     def _keep_memory(self) -> None:

@@ -19,12 +19,12 @@ from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.engine.reading import Verify
 from reshard.format.tables import Manifest
 from reshard.metadata import Metadata
+from reshard.operations.adapters import adapt_for_load
 from reshard.operations.ranks import Ranks
 from reshard.operations.renaming import Rename, renamed
 from reshard.operations.targets import LoadSource, comparable_place
 from reshard.operations.user_calls import (
     overridden,
-    refuse_dcp,
     set_up_reader,
     with_defaults,
 )
@@ -131,7 +131,7 @@ def load_now(
     channel = ranks.open_channel(source.intent())
     with checking_arguments(channel):
         settings.check(planner)
-        reader = source.choose_reader()
+        reader, planner = adapt_for_load(source.choose_reader(), planner)
     with channel:
         with failing_together(channel, "open"):
             undo = settings.apply(reader, planner)
@@ -194,7 +194,6 @@ class Load:
     # Open
 
     def _open(self) -> str:
-        refuse_dcp(self.planner, self.reader)
         place = comparable_place(getattr(self.reader, "checkpoint_id", None))
         save_queue().settle(place)
         self.metadata, self._is_common = self._read_metadata()
@@ -209,10 +208,15 @@ class Load:
             return self.reader.read_metadata(), True
         except CheckpointException:
             raise
-        except Exception:
+        except Exception as error:
             if not takes_any_keyword(type(self.reader).read_metadata):
                 raise
-        return self.reader.read_metadata(rank=self.channel.rank), False
+            try:
+                return self.reader.read_metadata(rank=self.channel.rank), False
+            except CheckpointException:
+                raise
+            except Exception:  # noqa: BLE001 - why there is none for all says more
+                raise error from None
 
     # Plan
 

@@ -14,6 +14,7 @@ from reshard.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlann
 from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader
 from reshard.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from reshard.operations.adapters import adapt_for_load
 from reshard.operations.load import Load
 from reshard.operations.ranks import Ranks
 from reshard.operations.targets import LoadSource, comparable_place
@@ -56,6 +57,7 @@ def _read(
     """What lies at or below `keys`, and the paths of all that was found there."""
     state_dict: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={keys} if isinstance(keys, str) else keys)
+    reader, _ = adapt_for_load(reader, planner)
     with (
         overridden(
             planner,

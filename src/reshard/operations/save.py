@@ -17,13 +17,13 @@ from reshard.default_planner import DefaultSavePlanner
 from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.format.codec import check_compress
 from reshard.metadata import STATE_DICT_TYPE, Metadata
+from reshard.operations.adapters import adapt_for_save, check_kinds
 from reshard.operations.ranks import Ranks
 from reshard.operations.replicas import ReplicaCheck
 from reshard.operations.targets import Place, SaveTarget, comparable_place
 from reshard.operations.user_calls import (
     ask_for_states,
     overridden,
-    refuse_dcp,
     set_up_save_planner,
     set_up_writer,
     with_defaults,
@@ -111,7 +111,7 @@ def save_now(
     """Save while the caller waits."""
     channel = ranks.open_channel(target.intent("save", settings.use_collectives))
     with checking_arguments(channel):
-        refuse_dcp(target.writer, planner)
+        check_kinds(writer=target.writer, save=planner)
         save_queue().wait_for_users(target.writer, planner)
         writer = target.choose_writer()
         settings.check(writer)
@@ -135,10 +135,10 @@ class Save:
     def __init__(self, job: SaveJob, channel: Channel) -> None:
         self.job = job
         self.channel = channel
-        self.planner, self.writer = job.planner, job.writer
-        self.traits = save_traits(job.planner)
-        self._planner_hooks = with_defaults(job.planner, SavePlanner)
-        self._writer_hooks = with_defaults(job.writer, StorageWriter)
+        self.writer, self.planner, self._planner_settings = adapt_for_save(job.writer, job.planner)
+        self.traits = save_traits(self.planner)
+        self._planner_hooks = with_defaults(self.planner, SavePlanner)
+        self._writer_hooks = with_defaults(self.writer, StorageWriter)
         self._states: STATE_DICT_TYPE | None = None
         self.metadata: Metadata | None = None
         self.reference = ""
@@ -152,7 +152,11 @@ class Save:
     def run(self) -> Metadata:
         """Save, or leave nothing behind."""
         try:
-            with self.job.settings.apply(self.writer), self._quiet:
+            with (
+                self.job.settings.apply(self.writer),
+                overridden(self.planner, **self._planner_settings),
+                self._quiet,
+            ):
                 together = self.job.settings.use_collectives
                 if self.job.settings.check_replicas:
                     ReplicaCheck(self.planner, self.channel).run(self._draft)

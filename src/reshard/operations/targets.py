@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.coordination.pairing import LOAD, UNKNOWN, Intent
 from reshard.filesystem import FileSystemReader, FileSystemWriter
-from reshard.operations.user_calls import refuse_dcp, with_defaults
+from reshard.operations.user_calls import with_defaults
 from reshard.storage import StorageReader, StorageWriter
 
 Place = str | os.PathLike[str]
@@ -73,7 +73,6 @@ class SaveTarget:
             if self.writer is None:
                 place = self.place if self.checkpoint_id else None
             else:
-                refuse_dcp(self.writer)
                 place = self._shared_place()
         except Exception:  # noqa: BLE001 - raised again when the target is used
             return UNKNOWN

@@ -10,13 +10,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from reshard.api import CheckpointException, PlanError, _note_on_error
+from reshard.api import CheckpointException, _note_on_error
 from reshard.coordination.channel import Channel
 from reshard.coordination.failures import from_user_code
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
+from reshard.staging import AsyncStager
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, StorageWriter, parameters_of, takes_any_keyword
+from reshard.tensors.dcp_modules import is_of_dcp
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -49,18 +51,6 @@ def _api_bc_check(func: F) -> F:
             raise error.with_traceback(from_user_code(error.__traceback__))  # noqa: B904
 
     return cast(F, call)
-
-
-def refuse_dcp(*objects: object) -> None:
-    """Raise for planners and storages that derive from those of DCP and not from ours."""
-    for used in objects:
-        for base in type(used).__mro__:
-            if base.__module__.startswith("torch.distributed.checkpoint"):
-                raise PlanError(
-                    f"{type(used).__name__} derives from {base.__module__}.{base.__qualname__}: "
-                    "derive it from the class of that name in reshard (under reshard.patch(), "
-                    "import the module that defines it after the patch)"
-                )
 
 
 class _WithDefaults:
@@ -134,6 +124,22 @@ def set_up_reader(reader: StorageReader, metadata: Metadata, channel: Channel) -
     if takes_any_keyword(reader.set_up_storage_reader):
         details = {"rank": channel.rank, "use_collectives": True}
     reader.set_up_storage_reader(metadata, channel.is_coordinator, **details)
+
+
+def synchronize(stager: AsyncStager) -> None:
+    """Wait until training may change the state, if a stager wants `async_save` to do that."""
+    if not stager.should_synchronize_after_execute:
+        return
+    # That of torch's protocol does nothing, but warns that it is deprecated.
+    if not is_of_dcp(type(stager).synchronize_staging) or not hasattr(
+        type(stager).synchronize_staging, "__deprecated__"
+    ):
+        stager.synchronize_staging()
+
+
+def stages_by_itself(writer: object) -> bool:
+    """Whether a storage copies states in a way of its own. Torch's storages do not."""
+    return isinstance(writer, AsyncStager) and not is_of_dcp(type(writer).stage)
 
 
 @contextlib.contextmanager

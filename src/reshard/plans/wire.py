@@ -34,6 +34,7 @@ from reshard.plans.read_items import ReadItems, pack_read_columns, read_columns,
 from reshard.plans.results import WriteResults, WrittenColumns, WrittenFile
 from reshard.plans.write_items import WriteItems, write_columns
 from reshard.storage import WriteResult
+from reshard.tensors.dcp_modules import dumps
 from reshard.tensors.paths import PathMap
 
 _NOTHING, _BYTES, _TEXT, _PATHS, _PICKLE, _AS_SENT = range(6)
@@ -168,7 +169,7 @@ def _encode_data(data: Any) -> tuple[int, bytes]:
         return _TEXT, data.encode()
     if type(data) is PathMap and data.is_regular:
         return _PATHS, zlib.compress(data.pack(), 1)
-    return _PICKLE, pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)
+    return _PICKLE, dumps(data)
 
 
 def _decode_data(data: Sequence[Any], shared: dict[bytes, Any]) -> Any:
@@ -190,7 +191,7 @@ def _decode_data(data: Sequence[Any], shared: dict[bytes, Any]) -> Any:
 def encode_results(results: Sequence[WriteResult], as_answered: bool) -> bytes:
     """What became of a plan. With `as_answered`, its items are those that were sent back."""
     if not isinstance(results, WriteResults) or not results.untouched:
-        return msgspec.msgpack.encode((None, pickle.dumps(list(results)), 0, None, None))
+        return msgspec.msgpack.encode((None, dumps(list(results)), 0, None, None))
     written = results.written
     items = None
     if not as_answered:
@@ -299,7 +300,7 @@ class ResultExchange(Exchange[Written, SaveOutcome]):
         self, answers: Sequence[SaveOutcome], messages: Sequence[Written]
     ) -> list[bytes]:
         outcome = answers[0]
-        return [pickle.dumps((outcome.reference, outcome.metadata))] * len(answers)
+        return [dumps((outcome.reference, outcome.metadata))] * len(answers)
 
     def decode_answer(self, answer: bytes, sent: Written) -> SaveOutcome:
         return SaveOutcome(*pickle.loads(answer))
