@@ -355,6 +355,33 @@ def test_what_cannot_be_adapted_is_refused_by_name(tmp_path: Path) -> None:
             reshard.load({"w": WEIGHTS}, checkpoint_id=tmp_path, planner=LoadPlanner(), **options)
 
 
+def test_a_checkpoint_that_a_reader_of_torch_cannot_read_is_told_from_one_that_it_can(
+    tmp_path: Path,
+) -> None:
+    reshard.save({"w": WEIGHTS}, checkpoint_id=tmp_path)
+    reader = dcp.FileSystemReader(tmp_path)
+    with pytest.raises(reshard.CheckpointException, match=r"is no pickle, .* leave storage_reader"):
+        reshard.load({"w": WEIGHTS}, storage_reader=reader)
+
+
+def test_a_reader_of_torch_does_not_pretend_to_verify(tmp_path: Path) -> None:
+    reshard.save({"w": WEIGHTS}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    target = {"w": torch.zeros(5, 3)}
+    reader = dcp.FileSystemReader(tmp_path)
+    with pytest.raises(reshard.CheckpointException, match="verify='full' has nothing to compare"):
+        reshard.load(target, storage_reader=reader, verify="full")
+    reshard.load(target, storage_reader=reader, verify="off")
+    assert target["w"].equal(WEIGHTS)
+
+
+def test_a_planner_of_torch_that_makes_the_state_dict_fills_it(tmp_path: Path) -> None:
+    reshard.save({"m": {"w": WEIGHTS, 3: [torch.ones(1)]}, "n": 5}, checkpoint_id=tmp_path)
+    found: dict[str, Any] = {}
+    planner = dcp.default_planner._EmptyStateDictLoadPlanner(keys={"m.w", "n"})
+    reshard.load(found, checkpoint_id=tmp_path, planner=planner)
+    assert differing(found, {"m": {"w": WEIGHTS}, "n": 5}) == []
+
+
 class OwnResults(Shared):
     """Has its own idea of what results are."""
 

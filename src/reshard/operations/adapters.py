@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.futures import Future
 
-from reshard.api import PlanError
+from reshard.api import CheckpointException, PlanError
+from reshard.engine.reading import Verify
 from reshard.format.torch_files import decode_stored
 from reshard.format.values import MAGIC, decode_value
 from reshard.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
@@ -176,12 +178,24 @@ class _TorchWriter(StorageWriter):
 class _TorchReader(StorageReader):
     """A storage that takes torch's plans, and reads metadata of torch's."""
 
-    call_settings = ("allow_pickle",)
+    call_settings = ("allow_pickle", "verify")
 
     def __init__(self, used: Any) -> None:
         self._used = used
         self.allow_pickle = False
         self._read: tuple[Any, Metadata] | None = None
+
+    @property
+    def verify(self) -> Verify:
+        return Verify.OFF
+
+    @verify.setter
+    def verify(self, value: Verify) -> None:
+        if value is not Verify.OFF:
+            raise ValueError(
+                f"{type(self._used).__name__} keeps no checksums that Reshard knows, so "
+                f"verify={value.value!r} has nothing to compare with: leave it out"
+            )
 
     @property
     def checkpoint_id(self) -> Any:
@@ -192,9 +206,16 @@ class _TorchReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         method = self._used.read_metadata
-        # Most storages unpickle the metadata.
-        with originals.in_place():
-            theirs = method(**_taken(method, kwargs, "rank"))
+        try:
+            # Most storages unpickle the metadata.
+            with originals.in_place():
+                theirs = method(**_taken(method, kwargs, "rank"))
+        except pickle.UnpicklingError as error:
+            raise CheckpointException(
+                f"the metadata at {str(self.checkpoint_id)!r} is no pickle, which "
+                f"{type(self._used).__name__} reads. If Reshard has saved this checkpoint, leave "
+                "storage_reader out or pass a reshard.FileSystemReader"
+            ) from error
         self._read = theirs, dcp_types.to_metadata(theirs)
         return self._read[1]
 
