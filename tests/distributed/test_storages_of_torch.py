@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import reshard
 from reshard.api import PlanError, UnsafeValueError
+from reshard.operations.adapters import adapt_for_save
 from support.ranks import run_ranks
 
 WEIGHTS = torch.arange(15.0).reshape(5, 3)
@@ -247,6 +248,19 @@ def save_in_turns(folder: str) -> list[str]:
 
 def test_plans_that_torch_caches_are_carried_out_for_each_save(tmp_path: Path) -> None:
     assert run_ranks(2, save_in_turns, str(tmp_path)) == [[], []]
+
+
+def test_a_plan_that_torch_has_cached_is_written_where_this_save_goes() -> None:
+    planner = SavePlanner(enable_plan_caching=True)
+    used = adapt_for_save(reshard.FileSystemWriter("nowhere"), planner).planner
+    used.forget_cached_plans()
+    for place in ("first", "second"):
+        used.set_up_planner({"w": WEIGHTS}, None, True)
+        [answer], _ = used.create_global_plan([used.create_local_plan()])
+        assert answer.usable is (place == "first")
+        final = used.finish_plan(dataclasses.replace(answer, storage_data=place))
+        assert [item.index.fqn for item in final.items] == ["w"]
+        assert final.storage_data == place
 
 
 def save_alone(folder: str) -> list[str]:
@@ -599,10 +613,21 @@ def test_stagers_of_torch_stage_for_storages_of_torch(tmp_path: Path) -> None:
     assert run_ranks(2, save_later, str(tmp_path)) == [[], []]
 
 
+def test_a_stager_without_a_way_to_wait_is_not_waited_for(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reshard.async_save({"w": WEIGHTS}, checkpoint_id=tmp_path, async_stager=Bare()).result()
+
+
 def test_a_storage_of_torch_that_stages_in_its_own_way_is_asked_to(tmp_path: Path) -> None:
-    writer = StagingWriter(tmp_path)
+    writer = StagingWriter(tmp_path / "own")
     reshard.async_save({"w": WEIGHTS}, storage_writer=writer).result()
     assert writer.staged == 1
+    # The way that torch gave it is slower than ours.
+    plain = dcp.FileSystemWriter(tmp_path / "plain")
+    before = vars(plain).copy()
+    reshard.async_save({"w": WEIGHTS}, storage_writer=plain).result()
+    assert plain.per_thread_copy_ahead == before["per_thread_copy_ahead"] > 0
 
 
 def save_in_a_process(folder: str) -> list[str]:

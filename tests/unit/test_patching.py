@@ -379,8 +379,12 @@ def test_classes_that_were_derived_from_dcp_before_the_patch_work(
 
 
 def test_a_patch_says_once_and_by_name_what_it_cannot_reach(
-    package: Callable[[str], Any], caplog: pytest.LogCaptureFixture
+    package: Callable[[str], Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Other modules of tests may be loaded.
+    monkeypatch.setattr("reshard.patching._MOST_NAMED", 1000)
     somebody = package(BEFORE)
     caplog.clear()
     with reshard.patch(), reshard.patch():
@@ -399,6 +403,19 @@ def test_a_patch_says_once_and_by_name_what_it_cannot_reach(
     ):
         assert f"{name}.{each}" in missed
     assert f"{name}.Keeper," not in derived
+
+
+def test_of_many_names_that_a_patch_cannot_reach_some_are_said(
+    package: Callable[[str], Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("reshard.patching._MOST_NAMED", 1)
+    package(BEFORE)
+    caplog.clear()
+    with reshard.patch():
+        pass
+    assert all(" more. " in record.getMessage() for record in caplog.records)
 
 
 def test_a_patch_that_reaches_all_says_nothing() -> None:

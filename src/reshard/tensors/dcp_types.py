@@ -300,7 +300,15 @@ def forget_cached_plans(planner: Any) -> None:
 
 def _common_fields(value: Any, kind: Any) -> dict[str, Any]:
     """The fields of `kind` that `value` has too: versions of torch differ in some."""
-    return {f.name: getattr(value, f.name) for f in fields(kind) if hasattr(value, f.name)}
+    names = _shared_names(type(value), kind)
+    # An object from an older pickle may lack a field of its class.
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+@cache
+def _shared_names(one: Any, other: Any) -> tuple[str, ...]:
+    own = {f.name for f in fields(one)}
+    return tuple(f.name for f in fields(other) if f.name in own)
 
 
 def _refuse_own_fields(value: Any, kind: Any) -> None:
