@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import os
 import pickle
@@ -188,7 +189,7 @@ def test_no_way_to_ask_for_code_is_followed(data: bytes) -> None:
     ],
 )
 def test_instructions_on_the_wrong_things_are_errors(data: bytes, table: Any) -> None:
-    with pytest.raises((CorruptCheckpointError, UnsafeValueError), match="[Nn]othing was run"):
+    with pytest.raises((CorruptCheckpointError, UnsafeValueError), match=r"[Nn]othing was run"):
         read_pickle(data, table, "it")
 
 
@@ -196,15 +197,13 @@ def test_every_cut_and_most_damage_is_a_clear_error() -> None:
     whole = pickle.dumps({"a": [1.5, "b" * 300, (1, 2)], "c": Thing(2**80)}, 4)
     assert read_pickle(whole, _TABLE, "it")["a"][0] == 1.5
     for end in range(len(whole)):
-        with pytest.raises(CorruptCheckpointError, match="it is|it "):
+        with pytest.raises(CorruptCheckpointError, match=r"^it is"):
             read_pickle(whole[:end], _TABLE, "it")
     for at in range(len(whole)):
         for value in (0, 0x28, 0x52, 0x68, 0x75, 0x81, 0x94, 0xFF):
             data = whole[:at] + bytes([value]) + whole[at + 1 :]
-            try:
+            with contextlib.suppress(CheckpointException):
                 read_pickle(data, _TABLE, "it")
-            except CheckpointException:
-                pass
 
 
 @pytest.mark.parametrize(

@@ -150,9 +150,9 @@ def test_what_is_not_one_dense_tensor_is_refused_by_name(thing: Any, named: str)
 def test_every_cut_is_a_clear_error() -> None:
     record = _saved(torch.zeros(3))
     for end in range(0, len(record), 7):
-        with pytest.raises(CorruptCheckpointError, match="^the record"):
+        with pytest.raises(CorruptCheckpointError, match=r"^the record"):
             _read(record[:end])
-    with pytest.raises(CorruptCheckpointError, match="^the record should be"):
+    with pytest.raises(CorruptCheckpointError, match=r"^the record should be"):
         read_tensor_record(_Bytes(record), 5, len(record), "the record")
 
 
@@ -183,7 +183,7 @@ def _with_storage_key(record: bytes, key: bytes) -> bytes:
 
 @pytest.mark.parametrize("key", [b"../../x", b"", b"1"])
 def test_storages_outside_of_the_archive_are_refused(key: bytes) -> None:
-    with pytest.raises(CorruptCheckpointError, match="odd name|lacks its member"):
+    with pytest.raises(CorruptCheckpointError, match=r"odd name|lacks its member"):
         _read(_with_storage_key(_saved(torch.zeros(3)), key))
 
 

@@ -52,6 +52,8 @@ def read_items(
 ) -> int:
     """Read the items of a plan; the number of bytes that were wanted."""
     traits = load_traits(planner)
+    if not files.manifest.is_ours:
+        files.look_into(read_columns(items).rows_in(files.manifest.table))
     if getattr(planner, "blanks", None):
         views, left = view_items(read_columns(items), planner.blanks, files, options.verify_views)
         planner.fill_blanks(views)
@@ -165,7 +167,7 @@ class _Collector:
         self._planner = planner
         self._files = files
         self._storage = storage
-        self._manifest = storage.manifest
+        self._manifest = files.manifest
         self._in_place = in_place
 
     def add(self, item: ReadItem) -> None:

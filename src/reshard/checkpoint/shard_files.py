@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from reshard.api import CorruptCheckpointError
+from reshard.checkpoint.torch_records import Chunk, TorchRecords, is_record
 from reshard.engine.decoding import DecodedChunk, FrameBuffers
 from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.reading import Verify, read_bytes
 from reshard.engine.streams import StreamedChunk, StreamExtension, decode_value, find_extensions
+from reshard.engine.workers import default_threads, run_all
 from reshard.format.checksum import Hasher
 from reshard.format.codec import PLANES_ZSTD, check_codec
 from reshard.format.container import parse_header
-from reshard.format.tables import Manifest, Origin
-from reshard.planning.columns import DTYPES
+from reshard.format.tables import DCP, Manifest, Origin
+from reshard.planning.columns import DTYPES, Ints
 from reshard.stores.protocol import Mappable, Reader, Store
 from reshard.tensors.dcp_types import default_extension_registry
 
 logger = logging.getLogger(__name__)
 
 _HEADER_PIECE_BYTES = 1 << 20
+_RECORDS_AT_ONCE = 64
 _MOST_EXPLAINED_BYTES = 64 << 20
 """Longer headers that are damaged are not looked into for the reason."""
 
@@ -39,6 +47,7 @@ class ShardFiles:
         self.readers: dict[str, Reader] = {}
         self._ids: dict[str, int] = {}
         self._files = OpenFiles(self._open, most_open_files())
+        self._records = TorchRecords(store.location)
 
     def open(self, file_id: int) -> str:
         """Make sure, once, that a file is the one that was written; from then on it can be read."""
@@ -70,16 +79,83 @@ class ShardFiles:
                 logger.info("%r cannot be mapped, and is read: %s", key, error)
                 return None
 
+    def look_into(self, rows: Ints) -> None:
+        """Find out where the elements of chunks lie that are records of `torch.save`.
+
+        From then on, those that lie in order are chunks like any other.
+        """
+        m = self.manifest
+        if m.is_ours or m.chunk_codecs is None:
+            return
+        is_known = np.array([False, *map(is_record, m.codec_names)])
+        rows = np.unique(rows[rows >= 0])
+        rows = rows[is_known[m.chunk_codecs[rows]]]
+        # File by file, as they lie there.
+        rows = rows[np.lexsort((m.chunk_begins[rows], m.chunk_files[rows]))]
+        places: list[tuple[int, int]] = []
+
+        def look(batch: list[tuple[int, str, Chunk]]) -> None:
+            for row, path, chunk in batch:
+                opened = self._records.open(chunk, path, self.readers[path], self._extensions)
+                if isinstance(opened, int):
+                    places.append((row, opened))
+                else:
+                    self.readers[_content_path(path, chunk.begin)] = opened
+
+        chunks = [
+            (row, path, chunk)
+            for row, path, chunk in self._chunks(rows)
+            if _content_path(path, chunk.begin) not in self.readers
+        ]
+        batches = [
+            chunks[i : i + _RECORDS_AT_ONCE] for i in range(0, len(chunks), _RECORDS_AT_ONCE)
+        ]
+        run_all(look, batches, default_threads())
+        if places:
+            self.manifest = _with_places(m, places)
+
+    def _chunks(self, rows: Ints) -> Iterator[tuple[int, str, Chunk]]:
+        """What the manifest says of some encoded chunks, whose files are opened."""
+        m = self.manifest
+        if m.chunk_codecs is None:
+            return
+        owners = m.table.owners[rows].tolist()
+        columns = zip(
+            rows.tolist(),
+            owners,
+            m.chunk_files[rows].tolist(),
+            m.chunk_offsets[rows].tolist(),
+            m.chunk_sizes[rows].tolist(),
+            m.chunk_begins[rows].tolist(),
+            m.stored_nbytes[rows].tolist(),
+            m.chunk_codecs[rows].tolist(),
+            strict=True,
+        )
+        for row, tensor, file, offsets, sizes, begin, stored, codec in columns:
+            dtype, dims = DTYPES[m.dtypes[tensor]], int(m.ndims[tensor])
+            chunk = Chunk(
+                m.tensor_names[tensor],
+                dtype,
+                tuple(offsets[:dims]),
+                tuple(sizes[:dims]),
+                begin,
+                stored,
+                math.prod(sizes) * dtype.itemsize,
+                m.codec_names[codec - 1],
+            )
+            yield row, self.open(file), chunk
+
     def open_chunk(self, row: int) -> tuple[str, int]:
         """A file to read a chunk from, and where it begins in there.
 
         An encoded chunk is a file of its own, with the decoded content.
         """
+        self.look_into(np.array([row]))
         m = self.manifest
         path, begin = self.open(int(m.chunk_files[row])), int(m.chunk_begins[row])
         if m.chunk_codecs is None or not m.chunk_codecs[row]:
             return path, begin
-        virtual_path = f"{path}@{begin}"
+        virtual_path = _content_path(path, begin)
         if virtual_path not in self.readers:
             stored, content = int(m.stored_nbytes[row]), self._content_nbytes(row)
             where = f"the chunk at byte {begin} of {path!r} in {self.store.location}"
@@ -129,6 +205,9 @@ class ShardFiles:
                 f"the file {self._name(file_id)} cannot be opened: {error}"
             ) from error
         found, expected = reader.nbytes, int(self.manifest.file_sizes[file_id])
+        if self.manifest.kind == DCP and found >= expected:
+            # The metadata does not say how long a file is, only what has to be in it.
+            return reader
         if found != expected:
             reader.close()
             raise CorruptCheckpointError(
@@ -218,3 +297,27 @@ class ShardFiles:
 
     def close(self) -> None:
         self._files.close()
+
+
+def _content_path(path: str, begin: int) -> str:
+    """The name of the content of an encoded chunk among the readers."""
+    return f"{path}@{begin}"
+
+
+def _with_places(m: Manifest, places: Sequence[tuple[int, int]]) -> Manifest:
+    """A manifest in which some chunks are stored as they are, each at the place given."""
+    rows, begins = np.array(places).T
+    if m.chunk_codecs is None:
+        return m
+    codecs, all_begins, stored = (
+        m.chunk_codecs.copy(),
+        m.chunk_begins.copy(),
+        m.stored_nbytes.copy(),
+    )
+    codecs[rows], all_begins[rows], stored[rows] = 0, begins, m.chunk_nbytes[rows]
+    placed = dataclasses.replace(
+        m, chunk_codecs=codecs, chunk_begins=all_begins, chunk_stored_nbytes=stored
+    )
+    # The same object, by which plans recognise the rows that they were made from.
+    vars(placed)["table"] = m.table
+    return placed

@@ -209,15 +209,22 @@ class StreamedChunk:
         self._stream = None
 
 
-def decode_value(stored: bytes, extensions: Sequence[StreamExtension], where: str) -> bytes:
-    """The bytes of a value that went through `extensions`."""
+def decode_value(
+    stored: bytes,
+    extensions: Sequence[StreamExtension],
+    where: str,
+    most_bytes: int | None = None,
+) -> bytes:
+    """The bytes of a value that went through `extensions`, or of another record."""
+    limit = _MOST_VALUE_BYTES if most_bytes is None else most_bytes
     stream = _undo(io.BytesIO(stored), extensions)
     content = bytearray()
     while data := _read(stream, _PIECE_BYTES, where):
         content += data
-        if len(content) > _MOST_VALUE_BYTES:
+        if len(content) > limit:
+            what = "a value" if most_bytes is None else "what it should hold"
             raise CorruptCheckpointError(
-                f"{where} decodes to more than {_MOST_VALUE_BYTES} bytes, too many for a value"
+                f"{where} decodes to more than {limit} bytes, too many for {what}"
             )
     return bytes(content)
 

@@ -61,15 +61,15 @@ class ForeignTable:
     planner_data: bytes = b""
     notes: dict[str, str] = field(default_factory=dict)
 
-    def to_manifest(self, where: str) -> Manifest:
-        """The same in columns, checked."""
+    def to_manifest(self, where: str, shared_bytes: bool = False) -> Manifest:
+        """The same in columns, checked. Only with `shared_bytes` may records overlap."""
         try:
             manifest = self._columns()
         except OverflowError as error:
             raise CorruptCheckpointError(
                 f"{where} has a number that no size or position could be: {error}"
             ) from error
-        check_manifest(manifest, where)
+        check_manifest(manifest, where, shared_bytes)
         return manifest
 
     def _columns(self) -> Manifest:

@@ -390,7 +390,7 @@ def _quoted(machine: _Machine) -> str:
     line = machine.line().strip()
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
         raise ValueError("a text without quotes")
-    unescaped, _ = codecs.escape_decode(line[1:-1])  # type: ignore[attr-defined]
+    unescaped, _ = codecs.escape_decode(line[1:-1])
     return str(unescaped, "utf-8")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
-from reshard.format.manifest import Source
+from reshard.format.container import Source
 from reshard.format.pickles import Maker, Ordered, Record, Table, maker_of, read_pickle
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -24,13 +24,15 @@ _END = struct.Struct("<4s4H2LH")
 _END_MAGIC, _END64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
+_ENTRY = struct.Struct("<4s4x2H8x2L3H8xL")
 _ENTRY_MAGIC = b"PK\x01\x02"
-_LOCAL = struct.Struct("<4s5H3L2H")
+_LOCAL = struct.Struct("<4s22x2H")
+_WIDE = 0xFFFFFFFF
 _IS_ENCRYPTED = 1
 _EDGE_BYTES = 2048
 """How much is read of the head and the tail: all that describes an archive of one tensor."""
 _MOST_COMMENT_BYTES = 1 << 16
+_MOST_KNOWN = 4096
 
 
 class Member(NamedTuple):
@@ -84,7 +86,7 @@ class Archive:
                 f"{self._where} has its member {name!r} {entry.problem}, which torch.save does "
                 "not do. Load it with torch.load, and save it again"
             )
-        magic, *_, name_nbytes, extra_nbytes = _LOCAL.unpack(self._read(entry.header, _LOCAL.size))
+        magic, name_nbytes, extra_nbytes = _LOCAL.unpack(self._read(entry.header, _LOCAL.size))
         begin = entry.header + _LOCAL.size + name_nbytes + extra_nbytes
         if magic != ZIP_MAGIC or begin + entry.nbytes > self._nbytes:
             raise self._malformed(f"its member {name!r} is not where it should be")
@@ -101,45 +103,39 @@ class Archive:
             raise self._malformed("its directory does not fit into it")
         directory = self._read(begin, nbytes)
         entries: dict[str, _Entry] = {}
+        unpack, entry_nbytes, most = _ENTRY.unpack_from, _ENTRY.size, begin - _LOCAL.size
         position = 0
         for _ in range(count):
-            name, entry, position = self._read_entry(directory, position, begin)
-            if entries.setdefault(name, entry) is not entry:
+            if position + entry_nbytes > nbytes:
+                raise self._malformed("its directory is cut short")
+            magic, flags, method, stored, size, in_name, in_extra, in_comment, header = unpack(
+                directory, position
+            )
+            name_end = position + entry_nbytes + in_name
+            name = directory[position + entry_nbytes : name_end].decode("utf-8", "replace")
+            position = name_end + in_extra + in_comment
+            if magic != _ENTRY_MAGIC or position > nbytes:
+                raise self._malformed("its directory is damaged")
+            if _WIDE in (stored, size, header):
+                extra = directory[name_end : name_end + in_extra]
+                size, stored, header = self._widen((size, stored, header), extra)
+            problem = "compressed" if method else "encrypted" if flags & _IS_ENCRYPTED else ""
+            if header + stored > most or (stored != size and not problem):
+                raise self._malformed("a member reaches out of it")
+            if name in entries:
                 raise self._malformed(f"it has two members {name!r}")
+            entries[name] = _Entry(header, size, problem)
         return entries
-
-    def _read_entry(self, directory: bytes, position: int, most: int) -> tuple[str, _Entry, int]:
-        try:
-            fields = _ENTRY.unpack_from(directory, position)
-        except struct.error:
-            raise self._malformed("its directory is cut short") from None
-        magic, flags, method = fields[0], fields[3], fields[4]
-        stored, nbytes = fields[8], fields[9]
-        name_nbytes, extra_nbytes, comment_nbytes, header = *fields[10:13], fields[16]
-        name_begin = position + _ENTRY.size
-        extra_begin = name_begin + name_nbytes
-        position = extra_begin + extra_nbytes + comment_nbytes
-        if magic != _ENTRY_MAGIC or position > len(directory):
-            raise self._malformed("its directory is damaged")
-        extra = directory[extra_begin : extra_begin + extra_nbytes]
-        nbytes, stored, header = self._widen((nbytes, stored, header), extra)
-        problem = "compressed" if method else "encrypted" if flags & _IS_ENCRYPTED else ""
-        if header + _LOCAL.size + stored > most or (not problem and stored != nbytes):
-            raise self._malformed("a member reaches out of it")
-        name = directory[name_begin:extra_begin].decode("utf-8", "replace")
-        return name, _Entry(header, nbytes, problem), position
 
     def _widen(self, numbers: Sequence[int], extra: bytes) -> list[int]:
         """Numbers that need more than 32 bits stand in an extra field, in this order."""
-        if 0xFFFFFFFF not in numbers:
-            return list(numbers)
         position = 0
         while position + 4 <= len(extra):
             kind, length = struct.unpack_from("<2H", extra, position)
             if kind == 1:
                 wide = iter(struct.iter_unpack("<Q", extra[position + 4 :][: length // 8 * 8]))
                 try:
-                    return [next(wide)[0] if n == 0xFFFFFFFF else n for n in numbers]
+                    return [next(wide)[0] if n == _WIDE else n for n in numbers]
                 except StopIteration:
                     break
             position += 4 + length
@@ -197,7 +193,7 @@ class Storage(NamedTuple):
 
     dtype: torch.dtype | None
     key: str
-    count: int
+    numel: int
 
 
 class StoredTensor(NamedTuple):
@@ -229,11 +225,19 @@ class TensorPlace(NamedTuple):
 
 
 def read_tensor_record(
-    source: Source, begin: int, nbytes: int, where: str
+    source: Source, begin: int, nbytes: int, where: str, known: dict[bytes, Any] | None = None
 ) -> tuple[StoredTensor, TensorPlace]:
-    """The one tensor in an archive, and where it lies."""
+    """The one tensor in an archive, and where it lies.
+
+    `known` remembers what short pickles describe: those of tensors of one shape are the same.
+    """
     archive = Archive(source, begin, nbytes, where)
-    tensor = read_archive_pickle(archive, where)
+    pickled = archive.read("data.pkl")
+    tensor = None if known is None else known.get(pickled)
+    if tensor is None:
+        tensor = read_pickle(pickled, TORCH_TABLE, where, _find_storage)
+        if known is not None and len(pickled) <= _EDGE_BYTES and len(known) < _MOST_KNOWN:
+            known[pickled] = tensor
     if not isinstance(tensor, StoredTensor):
         raise UnsupportedFormatError(
             f"{where} holds {describe(tensor)} in place of a dense tensor, which cannot be read "
@@ -387,8 +391,11 @@ def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: A
     return data._replace(is_parameter=True, requires_grad=requires_grad is True)
 
 
+_INTS = frozenset({int})
+
+
 def _size(extents: Any = ()) -> tuple[int, ...]:
-    if type(extents) not in (tuple, list) or not all(type(n) is int for n in extents):
+    if type(extents) not in (tuple, list) or not _INTS.issuperset(map(type, extents)):
         raise ValueError("a size that is not a tuple of integers")
     return tuple(extents)
 
