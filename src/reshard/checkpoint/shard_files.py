@@ -48,6 +48,7 @@ class ShardFiles:
         self._ids: dict[str, int] = {}
         self._files = OpenFiles(self._open, most_open_files())
         self._records = TorchRecords(store.location)
+        self._is_own_copy = False
 
     def open(self, file_id: int) -> str:
         """Make sure, once, that a file is the one that was written; from then on it can be read."""
@@ -111,15 +112,25 @@ class ShardFiles:
             chunks[i : i + _RECORDS_AT_ONCE] for i in range(0, len(chunks), _RECORDS_AT_ONCE)
         ]
         run_all(look, batches, default_threads())
-        if places:
-            self.manifest = _with_places(m, places)
+        self._place(places)
+
+    def _place(self, places: Sequence[tuple[int, int]]) -> None:
+        """Note where chunks lie that are stored as they are."""
+        if not places:
+            return
+        if not self._is_own_copy:
+            self.manifest, self._is_own_copy = _with_own_places(self.manifest), True
+        m = self.manifest
+        if m.chunk_codecs is not None:
+            rows, begins = np.array(places).T
+            m.chunk_begins[rows], m.chunk_codecs[rows] = begins, 0
 
     def _chunks(self, rows: Ints) -> Iterator[tuple[int, str, Chunk]]:
         """What the manifest says of some encoded chunks, whose files are opened."""
         m = self.manifest
         if m.chunk_codecs is None:
             return
-        owners = m.table.owners[rows].tolist()
+        owners = (np.searchsorted(m.chunk_starts, rows, side="right") - 1).tolist()
         columns = zip(
             rows.tolist(),
             owners,
@@ -304,20 +315,10 @@ def _content_path(path: str, begin: int) -> str:
     return f"{path}@{begin}"
 
 
-def _with_places(m: Manifest, places: Sequence[tuple[int, int]]) -> Manifest:
-    """A manifest in which some chunks are stored as they are, each at the place given."""
-    rows, begins = np.array(places).T
-    if m.chunk_codecs is None:
-        return m
-    codecs, all_begins, stored = (
-        m.chunk_codecs.copy(),
-        m.chunk_begins.copy(),
-        m.stored_nbytes.copy(),
-    )
-    codecs[rows], all_begins[rows], stored[rows] = 0, begins, m.chunk_nbytes[rows]
-    placed = dataclasses.replace(
-        m, chunk_codecs=codecs, chunk_begins=all_begins, chunk_stored_nbytes=stored
-    )
+def _with_own_places(m: Manifest) -> Manifest:
+    """A copy of a manifest, to be changed: others see where the records are."""
+    codecs = None if m.chunk_codecs is None else m.chunk_codecs.copy()
+    copied = dataclasses.replace(m, chunk_codecs=codecs, chunk_begins=m.chunk_begins.copy())
     # The same object, by which plans recognise the rows that they were made from.
-    vars(placed)["table"] = m.table
-    return placed
+    vars(copied)["table"] = m.table
+    return copied
