@@ -265,12 +265,12 @@ def test_a_damaged_checkpoint_names_the_key_and_the_file(tmp_path: Path) -> None
     )
 
 
-def test_a_file_of_torch_save_is_told_from_a_checkpoint(tmp_path: Path) -> None:
-    torch.save(model(), tmp_path / "model.pt")
+def test_a_file_of_an_older_torch_save_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    torch.save(model(), tmp_path / "model.pt", _use_new_zipfile_serialization=False)
 
     assert refusal(CheckpointNotFoundError, tmp_path / "model.pt", model()) == [
-        f"{tmp_path}/model.pt is not a checkpoint, which is a directory. If torch.save made that "
-        "file, read it with torch.load"
+        f"{tmp_path}/model.pt is not a checkpoint: neither a directory, nor a file of safetensors "
+        "or of torch.save since torch 1.6. Read it with what wrote it"
     ]
 
 

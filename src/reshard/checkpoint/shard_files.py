@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.api import CorruptCheckpointError
+from reshard.checkpoint.torch_archives import VALUE, FlatArchive, encode_from, read_archive
 from reshard.checkpoint.torch_records import Chunk, TorchRecords, is_record
 from reshard.engine.decoding import DecodedChunk, FrameBuffers
 from reshard.engine.open_files import OpenFiles, most_open_files
@@ -37,7 +38,12 @@ class ShardFiles:
     """The shard files of a checkpoint, opened as they are needed, and not too many at once."""
 
     def __init__(
-        self, store: Store, manifest: Manifest, verify: Verify, extension_registry: Any = None
+        self,
+        store: Store,
+        manifest: Manifest,
+        verify: Verify,
+        extension_registry: Any = None,
+        allow_pickle: bool = False,
     ) -> None:
         self.store = store
         self._extension_registry = extension_registry
@@ -49,6 +55,8 @@ class ShardFiles:
         self._files = OpenFiles(self._open, most_open_files())
         self._records = TorchRecords(store.location)
         self._is_own_copy = False
+        self._archives: dict[str, FlatArchive] = {}
+        self._allow_pickle = allow_pickle
 
     def open(self, file_id: int) -> str:
         """Make sure, once, that a file is the one that was written; from then on it can be read."""
@@ -291,6 +299,12 @@ class ShardFiles:
         m = self.manifest
         path = self.open(int(m.value_files[row]))
         where = f"{path!r} of {self.store.location}"
+        codec = 0 if m.value_codecs is None else int(m.value_codecs[row])
+        if codec and m.codec_names[codec - 1] == VALUE and not m.is_ours:
+            if path not in self._archives:
+                self._archives[path] = read_archive(self.readers[path], where)
+            flat = self._archives[path]
+            return encode_from(flat, name, self.readers[path], self._allow_pickle)
         stored = read_bytes(
             self.readers[path],
             name,
@@ -300,7 +314,6 @@ class ShardFiles:
             self.verify,
             where,
         )
-        codec = 0 if m.value_codecs is None else int(m.value_codecs[row])
         if not codec:
             return stored
         extensions = self._extensions(m.codec_names[codec - 1])

@@ -18,15 +18,17 @@ from reshard.engine.streams import StreamExtension, decode_value
 from reshard.format.container import (
     MOST_PLAIN_HEADER_BYTES,
     SAFETENSORS_DTYPES,
+    BytesSource,
     Entry,
     parse_header,
     read_header,
 )
-from reshard.format.torch_zip import StoredTensor, TensorPlace, read_tensor_record
+from reshard.format.torch_zip import Storage, StoredTensor, TensorPlace, read_tensor_record
 from reshard.stores.protocol import CutShortError, Reader
 
-RECORD, SAFETENSORS_RECORD = "torch", "safetensors"
-"""Codecs of chunks: a record of torch.save, perhaps through extensions; a safetensors blob."""
+RECORD, SAFETENSORS_RECORD, _STRIDED = "torch", "safetensors", "strided"
+"""Codecs of chunks: a record of torch.save, perhaps through extensions; a safetensors blob;
+elements in another order."""
 
 _SHARDING_NOTE = "DCP_SHARDING_INFO"
 _MOST_OVERHEAD_BYTES = 1 << 20
@@ -47,7 +49,13 @@ class Chunk(NamedTuple):
 
 
 def is_record(codec: str) -> bool:
-    return codec.split(",", 1)[0] in (RECORD, SAFETENSORS_RECORD)
+    return codec.split(",", 1)[0] in (RECORD, SAFETENSORS_RECORD, _STRIDED)
+
+
+def strided_codec(tensor: StoredTensor, place: TensorPlace) -> str:
+    """The codec of a tensor that was looked into already, and is not in order."""
+    flags = (tensor.is_conj, tensor.is_neg, place.is_big_endian)
+    return ",".join([_STRIDED, *(str(int(flag)) for flag in flags), *map(str, tensor.strides)])
 
 
 class TorchRecords:
@@ -71,6 +79,8 @@ class TorchRecords:
         try:
             if kind == SAFETENSORS_RECORD:
                 return self._in_blob(chunk, path, source, where)
+            if kind == _STRIDED:
+                return DecodedRecord(_strided(chunk, source), chunk.content_nbytes, where)
             if transforms:
                 decode = _Streamed(chunk, source, extensions(transforms), where)
                 return DecodedRecord(decode, chunk.content_nbytes, where)
@@ -165,6 +175,16 @@ class _Strided:
         )
 
 
+def _strided(chunk: Chunk, source: Reader) -> _Strided:
+    is_conj, is_neg, is_big_endian, *strides = map(int, chunk.codec.split(",")[1:])
+    storage = Storage(chunk.dtype, "", 0)
+    tensor = StoredTensor(
+        storage, chunk.dtype, 0, chunk.shape, tuple(strides), False, bool(is_conj), bool(is_neg)
+    )
+    place = TensorPlace(chunk.begin, chunk.stored_nbytes, False, bool(is_big_endian))
+    return _Strided(source, tensor, place)
+
+
 class _Streamed:
     """Decodes a record that went through extensions."""
 
@@ -179,31 +199,12 @@ class _Streamed:
         stored = bytearray(chunk.stored_nbytes)
         self._source.read_into(chunk.begin, [memoryview(stored)] if stored else [])
         most = chunk.content_nbytes + _MOST_OVERHEAD_BYTES
-        record = _Memory(decode_value(bytes(stored), self._extensions, where, most))
+        record = BytesSource(decode_value(bytes(stored), self._extensions, where, most))
         tensor, place = read_tensor_record(record, 0, record.nbytes, where)
         _check(chunk, tensor, place, where)
         if place.is_dense:
             return memoryview(record.data)[place.begin : place.begin + place.span]
         return _Strided(record, tensor, place)()
-
-
-class _Memory:
-    """Bytes as a file."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for buffer in buffers:
-            buffer[:] = self.data[offset : offset + len(buffer)]
-            offset += len(buffer)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class _Tail:

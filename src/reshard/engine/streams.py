@@ -229,6 +229,11 @@ def decode_value(
     return bytes(content)
 
 
+def source_stream(source: Reader) -> IO[bytes]:
+    """A file as a stream that can be sought in."""
+    return cast("IO[bytes]", io.BufferedReader(_Source(source, 0, source.nbytes)))
+
+
 def _undo(stream: IO[bytes], extensions: Sequence[StreamExtension]) -> IO[bytes]:
     for extension in extensions:
         stream = extension.transform_from(stream)
@@ -252,11 +257,19 @@ class _Source(io.RawIOBase):
     def __init__(self, source: Reader, begin: int, end: int) -> None:
         super().__init__()
         self._source = source
-        self._position = begin
+        self._begin = self._position = begin
         self._end = end
 
     def readable(self) -> bool:
         return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: self._begin, io.SEEK_CUR: self._position, io.SEEK_END: self._end}
+        self._position = min(max(self._begin, origin[whence] + offset), self._end)
+        return self._position - self._begin
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")

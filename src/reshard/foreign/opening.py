@@ -6,9 +6,10 @@ from contextlib import closing
 
 from reshard.api import CheckpointNotFoundError
 from reshard.checkpoint.directory import MANIFEST, is_shard_name, read_manifest
-from reshard.foreign import dcp, safetensors
+from reshard.foreign import dcp, safetensors, torch_save
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES
 from reshard.format.tables import Manifest
+from reshard.format.torch_zip import ZIP_MAGIC
 from reshard.stores.protocol import Store
 
 _PICKLE = b"\x80"
@@ -39,9 +40,11 @@ def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tupl
 def _open_file(store: Store, key: str) -> Manifest:
     if key.endswith(safetensors.SUFFIX):
         return safetensors.read_file(store, key)
+    if _first_bytes(store, key) == ZIP_MAGIC[:2]:
+        return torch_save.read_file(store, key)
     raise CheckpointNotFoundError(
-        f"{store.location}/{key} is not a checkpoint, which is a directory. If torch.save made "
-        "that file, read it with torch.load"
+        f"{store.location}/{key} is not a checkpoint: neither a directory, nor a file of "
+        "safetensors or of torch.save since torch 1.6. Read it with what wrote it"
     )
 
 

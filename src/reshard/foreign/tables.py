@@ -46,6 +46,7 @@ class ForeignValue(NamedTuple):
     begin: int
     nbytes: int
     codec: int = 0
+    is_pickled: bool = False
 
 
 @dataclass
@@ -110,7 +111,7 @@ class ForeignTable:
             value_begins=_column(value.begin for value in self.values),
             value_nbytes=_column(value.nbytes for value in self.values),
             value_checksums=np.zeros(len(self.values), dtype=np.int64),
-            value_pickled=np.zeros(len(self.values), dtype=np.int64),
+            value_pickled=_column(int(value.is_pickled) for value in self.values),
             value_codecs=_column(value.codec for value in self.values) if encoded else None,
             planner_data=self.planner_data,
             notes=self.notes,

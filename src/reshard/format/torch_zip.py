@@ -235,7 +235,7 @@ def read_tensor_record(
     pickled = archive.read("data.pkl")
     tensor = None if known is None else known.get(pickled)
     if tensor is None:
-        tensor = read_pickle(pickled, TORCH_TABLE, where, _find_storage)
+        tensor = read_pickle(pickled, TORCH_TABLE, where, find_storage)
         if known is not None and len(pickled) <= _EDGE_BYTES and len(known) < _MOST_KNOWN:
             known[pickled] = tensor
     if not isinstance(tensor, StoredTensor):
@@ -244,11 +244,6 @@ def read_tensor_record(
             "without running code. Load it with torch.distributed.checkpoint"
         )
     return tensor, place_tensor(archive, tensor, where)
-
-
-def read_archive_pickle(archive: Archive, where: str, keep_unknown: bool = False) -> Any:
-    """What the pickle of an archive describes: tensors as `StoredTensor`."""
-    return read_pickle(archive.read("data.pkl"), TORCH_TABLE, where, _find_storage, keep_unknown)
 
 
 def place_tensor(archive: Archive, tensor: StoredTensor, where: str) -> TensorPlace:
@@ -314,7 +309,8 @@ def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 # What pickles of torch.save ask for
 
 
-def _find_storage(key: Any) -> Storage:
+def find_storage(key: Any) -> Storage:
+    """The storage that a persistent id names."""
     if type(key) is not tuple or len(key) < 5 or key[0] != "storage":
         raise ValueError("an object outside of the pickle that is not a storage")
     _, kind, name, _, count = key[:5]
@@ -394,7 +390,8 @@ def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: A
 _INTS = frozenset({int})
 
 
-def _size(extents: Any = ()) -> tuple[int, ...]:
+def read_size(extents: Any = ()) -> tuple[int, ...]:
+    """A `torch.Size`, as a plain tuple."""
     if type(extents) not in (tuple, list) or not _INTS.issuperset(map(type, extents)):
         raise ValueError("a size that is not a tuple of integers")
     return tuple(extents)
@@ -443,7 +440,7 @@ TORCH_TABLE: Table = {
     ("torch._utils", "_rebuild_tensor_v3"): Maker(_tensor_v3),
     ("torch._utils", "_rebuild_parameter"): Maker(_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Maker(_parameter),
-    ("torch", "Size"): Maker(_size),
+    ("torch", "Size"): Maker(read_size),
     ("torch", "device"): maker_of("torch.device"),
     ("torch.serialization", "_get_layout"): maker_of("torch.layout"),
     ("collections", "OrderedDict"): Maker(lambda: Ordered()),
