@@ -137,7 +137,7 @@ class _Reading:
         fields = self._fields(entry, _TENSOR)
         dtype, flags = self._properties(name, fields.get("properties"))
         shape, chunks = fields.get("size"), fields.get("chunks")
-        if type(shape) is not tuple or type(chunks) is not list:
+        if not _are_ints(shape) or type(chunks) is not list:
             self._malformed(f"the size {shape!r} of {name!r}, or its chunks")
         found: dict[tuple[int, ...], ForeignChunk] = {}
         for chunk in chunks:
@@ -146,8 +146,8 @@ class _Reading:
                 (state.get("offsets"), state.get("sizes")) if type(state) is dict else (None, None)
             )
             if (
-                type(offsets) is not tuple
-                or type(sizes) is not tuple
+                not _are_ints(offsets)
+                or not _are_ints(sizes)
                 or not len(offsets) == len(sizes) == len(shape)
             ):
                 self._malformed(f"a chunk of {name!r}: {offsets!r}, {sizes!r}")
@@ -279,6 +279,13 @@ class _Reading:
             f"{self._where} is not metadata of torch.distributed.checkpoint: it has {what[:200]}. "
             "Load another checkpoint"
         )
+
+
+def _are_ints(numbers: Any) -> bool:
+    return type(numbers) is tuple and _INTS.issuperset(map(type, numbers))
+
+
+_INTS = frozenset({int})
 
 
 def _paths(data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
