@@ -82,6 +82,9 @@ def save(folder: str) -> None:
         ),
     )
     dcp.save(mixed, checkpoint_id=f"{folder}/alone", use_collectives=False)
+    if dist.get_rank() == 0:
+        whole = {"model": {name: sample(name) for name in SHAPES}}
+        torch.save({key: whole.get(key, value) for key, value in mixed.items()}, f"{folder}/file")
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +136,7 @@ def load_into_every_layout(folder: str, kinds: list[str]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_any_layout_of_dcp_loads_into_any_layout(saved: str, ranks: int) -> None:
-    kinds = [*LAYOUTS, "zstd", "safetensors", "alone"]
+    kinds = [*LAYOUTS, "zstd", "safetensors", "alone", "file"]
     run_ranks(ranks, load_into_every_layout, saved, kinds)
 
 
