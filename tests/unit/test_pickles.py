@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from reshard.api import CheckpointException, CorruptCheckpointError, UnsafeValueError
-from reshard.format.pickles import Maker, Ordered, Record, Unknown, maker_of, read_pickle
+from reshard.format.pickles import Copier, Maker, Ordered, Record, Unknown, maker_of, read_pickle
 
 _TABLE = {
     ("collections", "OrderedDict"): Maker(lambda: Ordered()),
@@ -115,7 +115,7 @@ def test_a_pickle_whose_memo_has_gaps_is_read() -> None:
 def test_objects_of_the_table_become_records(protocol: int) -> None:
     read = read_pickle(pickle.dumps(Thing(7), protocol), _TABLE, "it")
     assert type(read) is Record
-    assert (read.kind, read.args, read.state) == ("Thing", (), {"number": 7})
+    assert (read.kind, read.state) == ("Thing", {"number": 7})
 
 
 def test_an_ordered_dict_keeps_its_order_and_attributes() -> None:
@@ -257,6 +257,32 @@ def test_keys_that_would_take_long_to_hash_are_refused() -> None:
     with pytest.raises(CorruptCheckpointError, match="keys of unusual types"):
         read_pickle(pickle.dumps(alike), {}, "it")
     assert time.perf_counter() - begin < 5
+
+
+def test_parts_are_not_copied_again_and_again() -> None:
+    table = {("a", "copy"): Copier(lambda text: text.encode())}
+    once = b"X" + struct.pack("<I", 100_000) + b"x" * 100_000 + b"q\x000"
+    copy = b"ca\ncopy\nh\x00\x85R0"
+    assert read_pickle(b"\x80\x02" + once + 2 * copy + b"N.", table, "it") is None
+    with pytest.raises(CorruptCheckpointError, match="again and again"):
+        read_pickle(b"\x80\x02" + once + 1000 * copy + b"N.", table, "it")
+
+
+def test_objects_and_sizes_are_the_same_read_fast_or_slowly() -> None:
+    """What stands in metadata of torch is read by several instructions at once."""
+    table = {**_TABLE, ("a", "size"): Maker(lambda numbers: numbers)}
+    names = b"\x8c\x01a\x8c\x04size\x93\x940"
+    size = b"h\x00K\x01K\x02\x86\x94\x85\x94R\x94"
+    fields = b"\x8c\x05sizes" + size + b"\x8c\x05again" + b"h\x03"
+    thing = b"\x8c\x08a.module\x8c\x05Thing\x93)\x81\x94}\x94("
+    fast = read_pickle(b"\x80\x04" + names + thing + fields + b"ub.", table, "it")
+    slow = names + thing + fields
+    for together in (b"\x94\x85\x94R\x94", b"\x81\x94}\x94("):
+        # Something without an effect in between.
+        slow = slow.replace(together, together[:1] + b"N0" + together[1:])
+    apart = read_pickle(b"\x80\x04" + slow + b"uN0b.", table, "it")
+    assert (fast.kind, fast.state) == (apart.kind, apart.state)
+    assert fast.state == {"sizes": (1, 2), "again": (1, 2)}
 
 
 def test_unknown_objects_can_be_kept_closed() -> None:

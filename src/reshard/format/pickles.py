@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 from reshard.api import CheckpointException, CorruptCheckpointError, UnsafeValueError
@@ -25,14 +26,22 @@ class Maker:
         self.make = make
 
 
+class Copier(Maker):
+    """A function that copies its arguments, which a pickle may ask for again and again."""
+
+    __slots__ = ()
+
+
 class Record:
-    """An object of a class that the table knows: the class, and what was said of the object."""
+    """An object of a class that the table knows: which one, and its attributes.
 
-    __slots__ = ("args", "kind", "state")
+    What the object was made from is not kept.
+    """
 
-    def __init__(self, kind: str, args: tuple[Any, ...] = ()) -> None:
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: str, *args: Any) -> None:
         self.kind = kind
-        self.args = args
         self.state: Any = None
 
     def __repr__(self) -> str:
@@ -59,12 +68,15 @@ class Unknown:
 
 
 Table: TypeAlias = Mapping[tuple[str, str], Any]
-"""What names in a pickle stand for: a `Maker`, or the thing itself."""
+"""What names in a pickle stand for: a `Maker`, or the thing itself.
+
+What a maker makes takes no more memory than a small object; otherwise it is a `Copier`.
+"""
 
 
 def maker_of(kind: str) -> Maker:
     """Makes records of a class."""
-    return Maker(lambda *args: Record(kind, args))
+    return Maker(partial(Record, kind))
 
 
 def read_pickle(
@@ -102,11 +114,15 @@ def read_pickle(
 
 _EMPTY: Any = object()
 """A place of the memo that nothing was put into."""
-_PLAIN_KEYS = frozenset({str, bytes, bool, type(None), Record, Maker})
+_NEW_WITH_FIELDS, _CALL_ON_TUPLE = b"\x81\x94}\x94(", b"\x94\x85\x94R\x94"
+"""What objects and sizes are made by, in metadata of torch; together they are read faster."""
+_PLAIN_KEYS = frozenset({str, bytes, bool, type(None), Record, Maker, Copier})
 """Types whose hashes cannot be chosen by whoever wrote the pickle."""
 _SMALL = 1 << 60
 _MOST_ODD_KEYS, _MOST_PARTS = 4096, 64
 _MOST_DIGITS = 4300
+_SIZED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
+_COPIED_AT_LEAST = 1 << 12
 _NEWEST_PROTOCOL = 5
 
 
@@ -132,6 +148,7 @@ class _Machine:
         self._persistent = persistent
         self._keep_unknown = keep_unknown
         self._odd_keys = 0
+        self._copied = 0
 
     @property
     def is_at_end(self) -> bool:
@@ -147,13 +164,8 @@ class _Machine:
             while True:
                 op = data[pos]
                 pos += 1
-                if op == 0x94:  # MEMOIZE
-                    remember(stack[-1])
-                elif op == 0x68:  # BINGET
+                if op == 0x68:  # BINGET
                     stack.append(memo[data[pos]])
-                    pos += 1
-                elif op == 0x4B:  # BININT1
-                    stack.append(data[pos])
                     pos += 1
                 elif op == 0x6A:  # LONG_BINGET
                     stack.append(memo[from_bytes(data[pos : pos + 4], "little")])
@@ -161,6 +173,55 @@ class _Machine:
                 elif op == 0x4D:  # BININT2
                     stack.append(data[pos] | data[pos + 1] << 8)
                     pos += 2
+                elif op == 0x4B:  # BININT1
+                    stack.append(data[pos])
+                    pos += 1
+                elif op == 0x4A:  # BININT
+                    stack.append(from_bytes(data[pos : pos + 4], "little", signed=True))
+                    pos += 4
+                elif op == 0x86:  # TUPLE2
+                    second = stack.pop()
+                    stack[-1] = (stack[-1], second)
+                    if data[pos : pos + 5] == _CALL_ON_TUPLE and type(stack[-2]) is Maker:
+                        # MEMOIZE, TUPLE1, MEMOIZE, REDUCE, MEMOIZE: a torch.Size.
+                        pos += 5
+                        remember(stack[-1])
+                        args = (stack.pop(),)
+                        remember(args)
+                        stack[-1] = made = stack[-1].make(*args)
+                        remember(made)
+                elif op == 0x29:  # EMPTY_TUPLE
+                    if data[pos : pos + 5] == _NEW_WITH_FIELDS and type(stack[-1]) is Maker:
+                        # NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: the start of an object.
+                        pos += 5
+                        stack[-1] = made = stack[-1].make()
+                        remember(made)
+                        fields: dict[Any, Any] = {}
+                        stack.append(fields)
+                        remember(fields)
+                        outer.append(stack)
+                        stack = []
+                    else:
+                        stack.append(())
+                elif op == 0x75:  # SETITEMS
+                    items = stack
+                    stack = outer.pop()
+                    target = stack[-1]
+                    if type(target) is not dict or len(items) > 8 or len(items) % 2:
+                        self.put(target, items)
+                    else:
+                        pairs = iter(items)
+                        for key in pairs:
+                            if type(key) is not str:
+                                self.check_keys((key,))
+                            target[key] = next(pairs)
+                    if data[pos] == 0x62 and len(stack) > 1 and type(stack[-2]) is Record:
+                        # BUILD
+                        pos += 1
+                        stack.pop()
+                        stack[-1].state = target
+                elif op == 0x94:  # MEMOIZE
+                    remember(stack[-1])
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                 elif op == 0x52 or op == 0x81:  # REDUCE, NEWOBJ
@@ -173,10 +234,6 @@ class _Machine:
                 elif op == 0x28:  # MARK
                     outer.append(stack)
                     stack = []
-                elif op == 0x75:  # SETITEMS
-                    items = stack
-                    stack = outer.pop()
-                    self.put(stack[-1], items)
                 elif op == 0x7D:  # EMPTY_DICT
                     stack.append({})
                 elif op == 0x62:  # BUILD
@@ -185,18 +242,10 @@ class _Machine:
                         stack[-1].state = state
                     else:
                         self.build(stack[-1], state)
-                elif op == 0x29:  # EMPTY_TUPLE
-                    stack.append(())
-                elif op == 0x86:  # TUPLE2
-                    second = stack.pop()
-                    stack[-1] = (stack[-1], second)
                 elif op == 0x8C:  # SHORT_BINUNICODE
                     end = pos + 1 + data[pos]
                     stack.append(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
                     pos = end
-                elif op == 0x4A:  # BININT
-                    stack.append(from_bytes(data[pos : pos + 4], "little", signed=True))
-                    pos += 4
                 elif op == 0x71:  # BINPUT
                     index = data[pos]
                     pos += 1
@@ -242,6 +291,11 @@ class _Machine:
         if type(args) is not tuple:
             raise TypeError("it calls something with arguments that are not a tuple")
         if type(maker) is Maker:
+            return maker.make(*args)
+        if type(maker) is Copier:
+            self._copied += sum(len(arg) for arg in args if type(arg) in _SIZED)
+            if self._copied > 2 * len(self.data) + _COPIED_AT_LEAST:
+                raise ValueError("it copies its own parts again and again")
             return maker.make(*args)
         if type(maker) is Unknown:
             return Unknown(maker.name)
@@ -429,7 +483,7 @@ def _line_global(machine: _Machine) -> Any:
 def _new_with_keywords(machine: _Machine) -> Any:
     keywords, args = machine.stack.pop(), machine.stack.pop()
     maker = machine.stack.pop()
-    if keywords != {} and type(maker) is Maker:
+    if keywords != {} and type(maker) is not Unknown:
         raise TypeError("it makes an object from keyword arguments")
     return machine.call(maker, args)
 

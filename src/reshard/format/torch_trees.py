@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from reshard.api import CorruptCheckpointError
-from reshard.format.pickles import Maker, Ordered, Record, Table, Unknown, read_pickle
-from reshard.format.torch_zip import TORCH_TABLE, Archive, StoredTensor, find_storage, read_size
+from reshard.format.pickles import Copier, Maker, Ordered, Record, Table, Unknown, read_pickle
+from reshard.format.torch_zip import TORCH_TABLE, Archive, StoredTensor, find_storage
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _PLAIN = _SCALARS | {torch.dtype, torch.Size, torch.device}
@@ -150,6 +150,12 @@ def _bytearray(data: Any = b"", encoding: Any = "latin-1") -> bytearray:
     return bytearray(_encode(data, encoding))
 
 
+def _torch_size(extents: Any = ()) -> torch.Size:
+    if type(extents) is not tuple or not {int}.issuperset(map(type, extents)):
+        raise ValueError("a size that is not a tuple of integers")
+    return torch.Size(extents)
+
+
 _BUILTINS: dict[str, Callable[..., Any]] = {
     "set": _set,
     "complex": _complex,
@@ -158,11 +164,11 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 _VALUE_TABLE: Table = {
     **TORCH_TABLE,
     **{
-        (module, name): Maker(make)
+        (module, name): Copier(make)
         for module in ("builtins", "__builtin__")
         for name, make in _BUILTINS.items()
     },
-    ("_codecs", "encode"): Maker(_encode),
-    ("torch", "Size"): Maker(lambda extents=(): torch.Size(read_size(extents))),
+    ("_codecs", "encode"): Copier(_encode),
+    ("torch", "Size"): Copier(_torch_size),
     ("torch", "device"): Maker(_device),
 }
