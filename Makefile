@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests test-all bench bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-before-after clean
+.PHONY: help setup demo test lint types layers tests test-all bench bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-before-after clean
 
 help:  ## Explain every target
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -40,7 +40,7 @@ tests: setup  ## pytest on both cores
 test-all: setup  ## pytest with the slow tests as well
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m ""
 
-bench: bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
+bench: bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
 
 bench-planning: setup  ## Planning at 1024 ranks beside DCP: a table, and JSON under docs/benchmarks/
 	@$(BIN)/python -W ignore benchmarks/planning.py
@@ -65,6 +65,9 @@ bench-codecs: setup  ## What compress="zstd" saves and costs, on a model that is
 
 bench-export: setup  ## Exporting a checkpoint to safetensors files, beside copying its files
 	@$(BIN)/python -W ignore benchmarks/export.py
+
+bench-dcp: setup  ## Reading what torch.distributed.checkpoint wrote, beside it doing the same
+	@$(BIN)/python -W ignore benchmarks/reading_dcp.py
 
 bench-before-after: setup  ## This tree beside an earlier one, in turns: BASE=<commit>
 	@$(BIN)/python -W ignore benchmarks/before_after.py --base $(or $(BASE),HEAD~1)

@@ -405,7 +405,7 @@ class FileSystemReader(StorageReader):
         store, manifest = self.open_store(), self.storage_data.manifest
         if not manifest.is_ours and (file := store.as_file()) is not None:
             store, _ = file
-        files = ShardFiles(store, manifest, self.verify, self.extension_registry)
+        files = ShardFiles(store, manifest, self.verify, self.extension_registry, self.allow_pickle)
         return contextlib.closing(files)
 
     @default_step

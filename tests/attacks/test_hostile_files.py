@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import reshard
-from reshard.api import UnsupportedFormatError
+from reshard.api import CorruptCheckpointError
 from support.hostile import (
     DOORS,
     MANIFEST,
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_dcp_is_called_by_its_name(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).write_bytes(pickle.dumps({"state_dict_metadata": {}}))
     for door in DOORS.values():
         reason = refusal(lambda door=door: door(checkpoint))
-        assert isinstance(reason, UnsupportedFormatError)
+        assert isinstance(reason, CorruptCheckpointError)
         assert "torch.distributed.checkpoint" in str(reason)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import io
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from reshard import api
+from support.dcp_files import Bomb
 from support.subclasses import Scaled
 
 
@@ -246,12 +248,24 @@ def key_that_was_a_number(library: Library) -> list[Any]:
 
 # Row of the table -> (what is asked, DCP's answer, our answer). Rows that the comparison of
 # names and signatures finds by itself need no entry, but may have one.
+def metadata_runs_code(library: Library) -> bool:
+    """Whether reading metadata runs what its pickle asks for."""
+    with tempfile.TemporaryDirectory() as box:
+        folder = Path(box) / "checkpoint"
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(pickle.dumps(Bomb(Path(box) / "made")))
+        with contextlib.suppress(Exception):
+            library.root.FileSystemReader(folder).read_metadata()
+        return (Path(box) / "made").exists()
+
+
 DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
     "api.CheckpointException": (
         lambda library: issubclass(library.root.CheckpointException, Exception),
         False,
         True,
     ),
+    "filesystem.FileSystemReader.read_metadata": (metadata_runs_code, True, False),
     "planner.SavePlan.items": (items_are_a_list, True, False),
     "planner.LoadPlan.items": (load_items_are_a_list, True, False),
     "metadata.TensorStorageMetadata.chunks": (chunk_order, [2, 0], [0, 2]),

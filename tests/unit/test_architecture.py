@@ -101,6 +101,8 @@ TORCH_PRIVATE = {
 MAY_NAME_TORCH_PRIVATE = {
     # Stand for modules of DCP's, under their own names.
     *("_extension.py", "patching.py"),
+    # Names that stand in files of torch's; nothing is looked up by them.
+    *("foreign/dcp.py", "format/torch_zip.py"),
 }
 
 

@@ -71,7 +71,7 @@ def test_a_base_of_dcp(tmp_path: Path) -> None:
 
     assert refusal(UnsupportedFormatError, tmp_path / "b", tmp_path / "a") == (
         f"the base cannot be used: .metadata of {tmp_path / 'a'} was written by "
-        "torch.distributed.checkpoint; load it with that, and save it with reshard"
+        "torch.distributed.checkpoint; load it, and save it with reshard"
     )
 
 

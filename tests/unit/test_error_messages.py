@@ -25,7 +25,6 @@ from reshard.api import (
     PlanError,
     ShapeMismatchError,
     UnsafeValueError,
-    UnsupportedFormatError,
     _wrap_exception,
 )
 from reshard.checkpoint.to_metadata import StorageMap
@@ -266,20 +265,22 @@ def test_a_damaged_checkpoint_names_the_key_and_the_file(tmp_path: Path) -> None
     )
 
 
-def test_a_file_of_torch_save_is_told_from_a_checkpoint(tmp_path: Path) -> None:
-    torch.save(model(), tmp_path / "model.pt")
+def test_a_file_of_an_older_torch_save_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    torch.save(model(), tmp_path / "model.pt", _use_new_zipfile_serialization=False)
 
     assert refusal(CheckpointNotFoundError, tmp_path / "model.pt", model()) == [
-        f"{tmp_path}/model.pt is not a checkpoint, which is a directory. If torch.save made that "
-        "file, read it with torch.load"
+        f"{tmp_path}/model.pt is not a checkpoint: neither a directory, nor a file of safetensors "
+        "or of torch.save since torch 1.6. Read it with what wrote it"
     ]
 
 
-def test_a_pickle_in_the_place_of_the_manifest_says_who_wrote_it(tmp_path: Path) -> None:
+def test_a_pickle_in_the_place_of_the_manifest_says_what_it_should_be(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"w": 1}))
 
-    (line,) = refusal(UnsupportedFormatError, tmp_path, {"w": 0})
-    assert line.startswith(f".metadata of {tmp_path} was written by torch.distributed.checkpoint")
+    assert refusal(CorruptCheckpointError, tmp_path, {"w": 0}) == [
+        f".metadata of {tmp_path} is not metadata of torch.distributed.checkpoint: it has a dict "
+        "in place of Metadata. Load another checkpoint"
+    ]
 
 
 def test_a_value_that_is_stored_as_a_pickle_says_how_to_load_it(tmp_path: Path) -> None:

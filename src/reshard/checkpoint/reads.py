@@ -25,6 +25,7 @@ from reshard.engine.progress import watched
 from reshard.engine.reading import Request, Verify, read_regions
 from reshard.engine.workers import default_threads
 from reshard.format.checksum import split_digests
+from reshard.format.torch_files import decode_stored
 from reshard.format.values import MAGIC, decode_value
 from reshard.planner import LoadItemType, LoadPlanner, ReadItem
 from reshard.planning.columns import DTYPES
@@ -52,6 +53,8 @@ def read_items(
 ) -> int:
     """Read the items of a plan; the number of bytes that were wanted."""
     traits = load_traits(planner)
+    if not files.manifest.is_ours:
+        files.look_into(read_columns(items).rows_in(files.manifest.table))
     if getattr(planner, "blanks", None):
         views, left = view_items(read_columns(items), planner.blanks, files, options.verify_views)
         planner.fill_blanks(views)
@@ -112,14 +115,16 @@ def read_values(names: Sequence[str], files: ShardFiles, storage: StorageMap) ->
 def refuse_pickles(items: Sequence[ReadItem], files: ShardFiles, storage: StorageMap) -> None:
     """Raise before anything is loaded, not when the turn of the value comes."""
     m = storage.manifest
-    pickled = {m.value_names[row] for row in np.flatnonzero(m.value_pickled).tolist()}
+    # What others have stored is not known before it is looked at.
+    suspect = m.value_pickled if m.is_ours else np.ones_like(m.value_pickled)
+    pickled = {m.value_names[row] for row in np.flatnonzero(suspect).tolist()}
     if not pickled:
         return
     columns = read_columns(items)
     for row in np.flatnonzero(columns.is_value).tolist():
         name = columns.names[columns.storage_names[row]]
         if name in pickled:
-            decode_value(read_values([name], files, storage)[name], name, allow_pickle=False)
+            decode_stored(name, read_values([name], files, storage)[name], allow_pickle=False)
 
 
 _Values: TypeAlias = list[tuple[ReadItem, int]]
@@ -165,7 +170,7 @@ class _Collector:
         self._planner = planner
         self._files = files
         self._storage = storage
-        self._manifest = storage.manifest
+        self._manifest = files.manifest
         self._in_place = in_place
 
     def add(self, item: ReadItem) -> None:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from reshard.api import CorruptCheckpointError
+from reshard.checkpoint.torch_archives import VALUE, FlatArchive, encode_from, read_archive
+from reshard.checkpoint.torch_records import Chunk, TorchRecords, is_record
 from reshard.engine.decoding import DecodedChunk, FrameBuffers
 from reshard.engine.open_files import OpenFiles, most_open_files
 from reshard.engine.reading import Verify, read_bytes
 from reshard.engine.streams import StreamedChunk, StreamExtension, decode_value, find_extensions
+from reshard.engine.workers import default_threads, run_all
 from reshard.format.checksum import Hasher
 from reshard.format.codec import PLANES_ZSTD, check_codec
 from reshard.format.container import parse_header
-from reshard.format.tables import Manifest, Origin
-from reshard.planning.columns import DTYPES
+from reshard.format.tables import DCP, Manifest, Origin
+from reshard.planning.columns import DTYPES, Ints
 from reshard.stores.protocol import Mappable, Reader, Store
 from reshard.tensors.dcp_types import default_extension_registry
 
 logger = logging.getLogger(__name__)
 
 _HEADER_PIECE_BYTES = 1 << 20
+_RECORDS_AT_ONCE = 64
 _MOST_EXPLAINED_BYTES = 64 << 20
 """Longer headers that are damaged are not looked into for the reason."""
 
@@ -29,7 +38,12 @@ class ShardFiles:
     """The shard files of a checkpoint, opened as they are needed, and not too many at once."""
 
     def __init__(
-        self, store: Store, manifest: Manifest, verify: Verify, extension_registry: Any = None
+        self,
+        store: Store,
+        manifest: Manifest,
+        verify: Verify,
+        extension_registry: Any = None,
+        allow_pickle: bool = False,
     ) -> None:
         self.store = store
         self._extension_registry = extension_registry
@@ -39,6 +53,10 @@ class ShardFiles:
         self.readers: dict[str, Reader] = {}
         self._ids: dict[str, int] = {}
         self._files = OpenFiles(self._open, most_open_files())
+        self._records = TorchRecords(store.location)
+        self._is_own_copy = False
+        self._archives: dict[str, FlatArchive] = {}
+        self._allow_pickle = allow_pickle
 
     def open(self, file_id: int) -> str:
         """Make sure, once, that a file is the one that was written; from then on it can be read."""
@@ -70,16 +88,93 @@ class ShardFiles:
                 logger.info("%r cannot be mapped, and is read: %s", key, error)
                 return None
 
+    def look_into(self, rows: Ints) -> None:
+        """Find out where the elements of chunks lie that are records of `torch.save`.
+
+        From then on, those that lie in order are chunks like any other.
+        """
+        m = self.manifest
+        if m.is_ours or m.chunk_codecs is None:
+            return
+        is_known = np.array([False, *map(is_record, m.codec_names)])
+        rows = np.unique(rows[rows >= 0])
+        rows = rows[is_known[m.chunk_codecs[rows]]]
+        # File by file, as they lie there.
+        rows = rows[np.lexsort((m.chunk_begins[rows], m.chunk_files[rows]))]
+        places: list[tuple[int, int]] = []
+
+        def look(batch: list[tuple[int, str, Chunk]]) -> None:
+            for row, path, chunk in batch:
+                opened = self._records.open(chunk, path, self.readers[path], self._extensions)
+                if isinstance(opened, int):
+                    places.append((row, opened))
+                else:
+                    self.readers[_content_path(path, chunk.begin)] = opened
+
+        chunks = [
+            (row, path, chunk)
+            for row, path, chunk in self._chunks(rows)
+            if _content_path(path, chunk.begin) not in self.readers
+        ]
+        batches = [
+            chunks[i : i + _RECORDS_AT_ONCE] for i in range(0, len(chunks), _RECORDS_AT_ONCE)
+        ]
+        run_all(look, batches, default_threads())
+        self._place(places)
+
+    def _place(self, places: Sequence[tuple[int, int]]) -> None:
+        """Note where chunks lie that are stored as they are."""
+        if not places:
+            return
+        if not self._is_own_copy:
+            self.manifest, self._is_own_copy = _with_own_places(self.manifest), True
+        m = self.manifest
+        if m.chunk_codecs is not None:
+            rows, begins = np.array(places).T
+            m.chunk_begins[rows], m.chunk_codecs[rows] = begins, 0
+
+    def _chunks(self, rows: Ints) -> Iterator[tuple[int, str, Chunk]]:
+        """What the manifest says of some encoded chunks, whose files are opened."""
+        m = self.manifest
+        if m.chunk_codecs is None:
+            return
+        owners = (np.searchsorted(m.chunk_starts, rows, side="right") - 1).tolist()
+        columns = zip(
+            rows.tolist(),
+            owners,
+            m.chunk_files[rows].tolist(),
+            m.chunk_offsets[rows].tolist(),
+            m.chunk_sizes[rows].tolist(),
+            m.chunk_begins[rows].tolist(),
+            m.stored_nbytes[rows].tolist(),
+            m.chunk_codecs[rows].tolist(),
+            strict=True,
+        )
+        for row, tensor, file, offsets, sizes, begin, stored, codec in columns:
+            dtype, dims = DTYPES[m.dtypes[tensor]], int(m.ndims[tensor])
+            chunk = Chunk(
+                m.tensor_names[tensor],
+                dtype,
+                tuple(offsets[:dims]),
+                tuple(sizes[:dims]),
+                begin,
+                stored,
+                math.prod(sizes) * dtype.itemsize,
+                m.codec_names[codec - 1],
+            )
+            yield row, self.open(file), chunk
+
     def open_chunk(self, row: int) -> tuple[str, int]:
         """A file to read a chunk from, and where it begins in there.
 
         An encoded chunk is a file of its own, with the decoded content.
         """
+        self.look_into(np.array([row]))
         m = self.manifest
         path, begin = self.open(int(m.chunk_files[row])), int(m.chunk_begins[row])
         if m.chunk_codecs is None or not m.chunk_codecs[row]:
             return path, begin
-        virtual_path = f"{path}@{begin}"
+        virtual_path = _content_path(path, begin)
         if virtual_path not in self.readers:
             stored, content = int(m.stored_nbytes[row]), self._content_nbytes(row)
             where = f"the chunk at byte {begin} of {path!r} in {self.store.location}"
@@ -129,6 +224,9 @@ class ShardFiles:
                 f"the file {self._name(file_id)} cannot be opened: {error}"
             ) from error
         found, expected = reader.nbytes, int(self.manifest.file_sizes[file_id])
+        if self.manifest.kind == DCP and found >= expected:
+            # The metadata does not say how long a file is, only what has to be in it.
+            return reader
         if found != expected:
             reader.close()
             raise CorruptCheckpointError(
@@ -201,6 +299,12 @@ class ShardFiles:
         m = self.manifest
         path = self.open(int(m.value_files[row]))
         where = f"{path!r} of {self.store.location}"
+        codec = 0 if m.value_codecs is None else int(m.value_codecs[row])
+        if codec and m.codec_names[codec - 1] == VALUE and not m.is_ours:
+            if path not in self._archives:
+                self._archives[path] = read_archive(self.readers[path], where)
+            flat = self._archives[path]
+            return encode_from(flat, name, self.readers[path], self._allow_pickle)
         stored = read_bytes(
             self.readers[path],
             name,
@@ -210,7 +314,6 @@ class ShardFiles:
             self.verify,
             where,
         )
-        codec = 0 if m.value_codecs is None else int(m.value_codecs[row])
         if not codec:
             return stored
         extensions = self._extensions(m.codec_names[codec - 1])
@@ -218,3 +321,17 @@ class ShardFiles:
 
     def close(self) -> None:
         self._files.close()
+
+
+def _content_path(path: str, begin: int) -> str:
+    """The name of the content of an encoded chunk among the readers."""
+    return f"{path}@{begin}"
+
+
+def _with_own_places(m: Manifest) -> Manifest:
+    """A copy of a manifest, to be changed: others see where the records are."""
+    codecs = None if m.chunk_codecs is None else m.chunk_codecs.copy()
+    copied = dataclasses.replace(m, chunk_codecs=codecs, chunk_begins=m.chunk_begins.copy())
+    # The same object, by which plans recognise the rows that they were made from.
+    vars(copied)["table"] = m.table
+    return copied

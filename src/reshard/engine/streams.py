@@ -209,17 +209,29 @@ class StreamedChunk:
         self._stream = None
 
 
-def decode_value(stored: bytes, extensions: Sequence[StreamExtension], where: str) -> bytes:
-    """The bytes of a value that went through `extensions`."""
+def decode_value(
+    stored: bytes,
+    extensions: Sequence[StreamExtension],
+    where: str,
+    most_bytes: int | None = None,
+) -> bytes:
+    """The bytes of a value that went through `extensions`, or of another record."""
+    limit = _MOST_VALUE_BYTES if most_bytes is None else most_bytes
     stream = _undo(io.BytesIO(stored), extensions)
     content = bytearray()
     while data := _read(stream, _PIECE_BYTES, where):
         content += data
-        if len(content) > _MOST_VALUE_BYTES:
+        if len(content) > limit:
+            what = "a value" if most_bytes is None else "what it should hold"
             raise CorruptCheckpointError(
-                f"{where} decodes to more than {_MOST_VALUE_BYTES} bytes, too many for a value"
+                f"{where} decodes to more than {limit} bytes, too many for {what}"
             )
     return bytes(content)
+
+
+def source_stream(source: Reader) -> IO[bytes]:
+    """A file as a stream that can be sought in."""
+    return cast("IO[bytes]", io.BufferedReader(_Source(source, 0, source.nbytes)))
 
 
 def _undo(stream: IO[bytes], extensions: Sequence[StreamExtension]) -> IO[bytes]:
@@ -245,11 +257,19 @@ class _Source(io.RawIOBase):
     def __init__(self, source: Reader, begin: int, end: int) -> None:
         super().__init__()
         self._source = source
-        self._position = begin
+        self._begin = self._position = begin
         self._end = end
 
     def readable(self) -> bool:
         return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: self._begin, io.SEEK_CUR: self._position, io.SEEK_END: self._end}
+        self._position = min(max(self._begin, origin[whence] + offset), self._end)
+        return self._position - self._begin
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")

@@ -6,10 +6,14 @@ from contextlib import closing
 
 from reshard.api import CheckpointNotFoundError
 from reshard.checkpoint.directory import MANIFEST, is_shard_name, read_manifest
-from reshard.foreign import safetensors
+from reshard.foreign import dcp, safetensors, torch_save
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES
 from reshard.format.tables import Manifest
+from reshard.format.torch_zip import ZIP_MAGIC
 from reshard.stores.protocol import Store
+
+_PICKLE = b"\x80"
+"""How the metadata of torch.distributed.checkpoint begins."""
 
 
 def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tuple[Store, Manifest]:
@@ -21,8 +25,12 @@ def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tupl
     if file is not None:
         return file[0], _open_file(*file)
     start = _first_bytes(place, MANIFEST)
+    if start is not None and start[:1] == _PICKLE:
+        return place, dcp.read(place, MANIFEST, limit_bytes)
     if start is None:
         keys = place.list()
+        if parts := dcp.part_keys(keys):
+            return place, dcp.read_parts(place, parts, limit_bytes)
         plain = [key for key in keys if key.endswith(safetensors.SUFFIX) and not is_shard_name(key)]
         if plain:
             return place, safetensors.read_directory(place, keys)
@@ -32,9 +40,11 @@ def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tupl
 def _open_file(store: Store, key: str) -> Manifest:
     if key.endswith(safetensors.SUFFIX):
         return safetensors.read_file(store, key)
+    if _first_bytes(store, key) == ZIP_MAGIC[:2]:
+        return torch_save.read_file(store, key)
     raise CheckpointNotFoundError(
-        f"{store.location}/{key} is not a checkpoint, which is a directory. If torch.save made "
-        "that file, read it with torch.load"
+        f"{store.location}/{key} is not a checkpoint: neither a directory, nor a file of "
+        "safetensors or of torch.save since torch 1.6. Read it with what wrote it"
     )
 
 

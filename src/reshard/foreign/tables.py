@@ -46,6 +46,7 @@ class ForeignValue(NamedTuple):
     begin: int
     nbytes: int
     codec: int = 0
+    is_pickled: bool = False
 
 
 @dataclass
@@ -61,15 +62,15 @@ class ForeignTable:
     planner_data: bytes = b""
     notes: dict[str, str] = field(default_factory=dict)
 
-    def to_manifest(self, where: str) -> Manifest:
-        """The same in columns, checked."""
+    def to_manifest(self, where: str, shared_bytes: bool = False) -> Manifest:
+        """The same in columns, checked. Only with `shared_bytes` may records overlap."""
         try:
             manifest = self._columns()
         except OverflowError as error:
             raise CorruptCheckpointError(
                 f"{where} has a number that no size or position could be: {error}"
             ) from error
-        check_manifest(manifest, where)
+        check_manifest(manifest, where, shared_bytes)
         return manifest
 
     def _columns(self) -> Manifest:
@@ -110,7 +111,7 @@ class ForeignTable:
             value_begins=_column(value.begin for value in self.values),
             value_nbytes=_column(value.nbytes for value in self.values),
             value_checksums=np.zeros(len(self.values), dtype=np.int64),
-            value_pickled=np.zeros(len(self.values), dtype=np.int64),
+            value_pickled=_column(int(value.is_pickled) for value in self.values),
             value_codecs=_column(value.codec for value in self.values) if encoded else None,
             planner_data=self.planner_data,
             notes=self.notes,

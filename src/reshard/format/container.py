@@ -113,6 +113,25 @@ class Source(Protocol):
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None: ...
 
 
+class BytesSource:
+    """Bytes in memory, read like a file."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            buffer[:] = self.data[offset : offset + len(buffer)]
+            offset += len(buffer)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 def read_header(source: Source, where: str, limit_bytes: int) -> tuple[bytearray, int]:
     """The bytes of a header, `limit_bytes` at most, and where the data begins."""
     nbytes = source.nbytes

@@ -162,8 +162,8 @@ def _read_head(source: Source, where: str, limit_bytes: int = MANIFEST_LIMIT_BYT
     source.read_into(0, [memoryview(start)] if start else [])
     if start[:1] == _PICKLE:
         raise UnsupportedFormatError(
-            f"{where} was written by torch.distributed.checkpoint; load it with that, and save it "
-            "with reshard"
+            f"{where} was written by torch.distributed.checkpoint; load it, and save it with "
+            "reshard"
         )
     if nbytes > limit_bytes:
         raise UnsupportedFormatError(

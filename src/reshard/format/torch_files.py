@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import pickletools
 import zipfile
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from reshard.api import CorruptCheckpointError, UnsafeValueError
+from reshard.api import CorruptCheckpointError, UnsafeValueError, UnsupportedFormatError
+from reshard.format.container import BytesSource
+from reshard.format.torch_trees import Closed, read_tree, to_objects
+from reshard.format.torch_zip import ZIP_MAGIC, Archive, StoredTensor
 from reshard.format.values import MAGIC, decode_value
 
 
@@ -17,15 +20,37 @@ def decode_stored(fqn: str, data: bytes, allow_pickle: bool) -> Any:
     """A value in our own encoding, or in a torch.save file as planners written for DCP store."""
     if data[: len(MAGIC)] == MAGIC:
         return decode_value(data, fqn, allow_pickle)
+    asked = ""
     if not allow_pickle:
+        try:
+            return _decode_plainly(fqn, data)
+        except Closed as closed:
+            # Torch may know it, or have been told that it is safe.
+            asked = f" (it asks for {closed.name})"
         _check_torch_file(fqn, data)
     try:
         return torch.load(io.BytesIO(data), weights_only=not allow_pickle)
     except Exception as error:
         raise UnsafeValueError(
-            f"{fqn!r} is stored as a pickled object that could run code when it is read. Pass "
-            "allow_pickle=True to load it, if you trust where the checkpoint comes from"
+            f"{fqn!r} is stored as a pickled object that could run code when it is read{asked}. "
+            "Pass allow_pickle=True to load it, if you trust where the checkpoint comes from"
         ) from error
+
+
+def _decode_plainly(fqn: str, data: bytes) -> Any:
+    """A value that is made of numbers, texts and containers. Raises `Closed` for others."""
+    if data[: len(ZIP_MAGIC)] != ZIP_MAGIC:
+        raise Closed("another format")
+    where = f"the stored value of {fqn!r}"
+    try:
+        tree, nbytes = read_tree(Archive(BytesSource(data), 0, len(data), where), where)
+    except UnsupportedFormatError as error:
+        raise Closed("another format") from error
+    return to_objects(tree, where, nbytes, _leave_closed)
+
+
+def _leave_closed(tensor: StoredTensor) -> NoReturn:
+    raise Closed("a tensor")
 
 
 def _check_torch_file(fqn: str, data: bytes) -> None:
