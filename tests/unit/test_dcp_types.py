@@ -14,6 +14,7 @@ import reshard
 from reshard import metadata as ours_metadata
 from reshard import planner as ours_planner
 from reshard.api import PlanError
+from reshard.background.handover import pack, unpack
 from reshard.tensors import dcp_types
 from reshard.tensors.dcp_modules import dumps, originals, torch_class, torch_module
 from reshard.tensors.flatten import flatten_state_dict
@@ -127,6 +128,14 @@ def test_the_modules_of_torch_are_found_under_a_patch() -> None:
         assert torch_class("torch.distributed.checkpoint.planner", "SavePlan") is theirs.SavePlan
     assert type(pickle.loads(pickled)) is theirs.SavePlan
     assert torch_module("planner") is theirs
+
+
+def test_a_storage_of_torch_is_handed_to_a_worker_under_a_patch() -> None:
+    writer, memory = dcp.FileSystemWriter("here"), torch.zeros(8, dtype=torch.uint8)
+    kind = type(writer)
+    with reshard.patch():
+        packed = pack({"writer": writer}, memory)
+    assert type(unpack(packed, memory, lambda: None)["writer"]) is kind
 
 
 def test_a_patch_may_end_while_code_of_torch_runs() -> None:

@@ -300,7 +300,8 @@ def forget_cached_plans(planner: Any) -> None:
 
 def _common_fields(value: Any, kind: Any) -> dict[str, Any]:
     """The fields of `kind` that `value` has too: versions of torch differ in some."""
-    names = _shared_names(type(value), kind)
+    own: Any = type(value)
+    names = _shared_names(own, kind)
     # An object from an older pickle may lack a field of its class.
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
