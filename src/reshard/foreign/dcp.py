@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 
@@ -156,6 +156,8 @@ class _Reading:
                     self._malformed(f"two chunks of {name!r} that begin at {offsets}")
                 continue
             place = places.get((name, offsets))
+            if place is None and not any(offsets):
+                place = places.get((name, ()))
             if place is None:
                 raise CorruptCheckpointError(
                     f"{self._where} does not say where the chunk of {name!r} at {offsets} is stored"
@@ -281,7 +283,7 @@ class _Reading:
         )
 
 
-def _are_ints(numbers: Any) -> bool:
+def _are_ints(numbers: Any) -> TypeGuard[tuple[int, ...]]:
     return type(numbers) is tuple and _INTS.issuperset(map(type, numbers))
 
 
