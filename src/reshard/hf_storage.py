@@ -90,6 +90,12 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             self.path /= SHARDED_DIR_NAME
 
     @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the save goes, also if shards go below it first."""
+        output = self.consolidated_output_path
+        return self.path if output is None else Path(output)
+
+    @property
     def metadata_path(self) -> str:
         """The name of the index."""
         return _metadata_fn

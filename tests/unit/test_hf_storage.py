@@ -130,6 +130,17 @@ def test_a_place_that_is_given_later_has_its_shards_below_it_too(tmp_path: Path)
     assert files_in(tmp_path / "then") == [ONE_FILE, INDEX, "sharded"]
 
 
+def test_a_background_save_puts_tensors_together_where_it_was_told_to(tmp_path: Path) -> None:
+    writer = reshard.HuggingFaceStorageWriter(
+        tmp_path / "model", save_distributed=True, enable_consolidation=True
+    )
+    assert writer.checkpoint_id == tmp_path / "model"
+    for _ in range(2):
+        reshard.async_save(state(), storage_writer=writer, no_dist=True).result()
+        assert files_in(tmp_path / "model") == [ONE_FILE, INDEX, "sharded"]
+        assert files_in(tmp_path / "model" / "sharded") == [f"shard-00001-{ONE_FILE}"]
+
+
 def test_tied_weights_are_stored_under_one_name_and_load_under_both(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
     save(tmp_path, {"embed": weight, "head": weight})
