@@ -12,6 +12,7 @@ SLOW_FILES = {
     "test_frameworks.py",
     "test_torch_under_a_patch.py",
     "test_torchtitan.py",
+    "test_transformers.py",
 }
 """Those that start many worlds and worker processes."""
 

@@ -4,6 +4,7 @@ from reshard.api import CheckpointException
 from reshard.checkpoints import Comparison, convert, delete, materialise, same
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.filesystem import FileSystemReader, FileSystemWriter
+from reshard.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from reshard.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -13,6 +14,7 @@ from reshard.metadata import (
 from reshard.optimizer import load_sharded_optimizer_state_dict
 from reshard.patching import patch
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from reshard.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from reshard.rank_values import per_rank
 from reshard.state_dict_loader import (
     LoadReport,
@@ -33,10 +35,13 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "LoadPlan",
     "LoadPlanner",
     "LoadReport",
     "Metadata",
+    "QuantizedHuggingFaceStorageReader",
     "ReadItem",
     "SavePlan",
     "SavePlanner",

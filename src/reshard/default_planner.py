@@ -41,7 +41,7 @@ from reshard.plans.global_plan import (
     validate,
 )
 from reshard.plans.local_load_plan import _create_read_items as _create_read_items
-from reshard.plans.local_load_plan import build_read_items, check_complete
+from reshard.plans.local_load_plan import build_read_items, check_complete, find_tied
 from reshard.plans.local_save_plan import _create_default_metadata_only_plan, build_write_items
 from reshard.plans.local_save_plan import _create_write_items as _create_write_items
 from reshard.plans.traits import default_step, load_traits, save_traits
@@ -223,6 +223,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.original_state_dict = {}
         self.mappings = {}
         self.blanks: dict[str, torch.Tensor] = {}
+        self.tied_names: Mapping[str, str] = {}
         self.composites = CompositeTargets()
         self._reader = DTensorReader()
 
@@ -265,10 +266,18 @@ class DefaultLoadPlanner(LoadPlanner):
         wanted = self.state_dict
         if self.exclude:
             wanted = {name: value for name, value in wanted.items() if not self.excludes(name)}
+        stored = self.metadata.state_dict_metadata
+        fills_by_itself = load_traits(self).fills_by_itself
+        self.tied_names = find_tied(wanted, stored) if fills_by_itself else {}
         if self.keeps_blanks:
-            stored = self.metadata.state_dict_metadata
-            self.blanks = {n: v for n, v in wanted.items() if n in stored and is_blank(v)}
-        if load_traits(self).fills_by_itself:
+            self.blanks = {
+                n: v
+                for n, v in wanted.items()
+                if (n in stored or n in self.tied_names) and is_blank(v)
+            }
+        if self.tied_names:
+            wanted = {n: v for n, v in wanted.items() if n not in self.tied_names}
+        if fills_by_itself:
             wanted = self._without_twins(wanted)
             for name, value in wanted.items():
                 if name not in self.blanks:

@@ -35,6 +35,7 @@ from reshard.engine.reading import Verify
 from reshard.foreign.opening import open_manifest
 from reshard.format.codec import check_compress
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES, VERSION, encode_manifest
+from reshard.format.tables import Manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from reshard.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from reshard.plans.traits import default_step
@@ -99,7 +100,7 @@ class FileSystemWriter(StorageWriter):
         self._stager = BlockingAsyncStager(cache_staged_state_dict)
 
     _synchronize_after_execute = False
-    call_settings = ("base", "unchanged", "compress", "fingerprint")
+    call_settings: tuple[str, ...] = ("base", "unchanged", "compress", "fingerprint")
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process stages nothing, and has begun nothing.
@@ -359,7 +360,7 @@ class FileSystemReader(StorageReader):
         return LocalStore(self.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        store, manifest = open_manifest(self.open_store(), self.manifest_limit_bytes)
+        store, manifest = self._open_manifest()
         if self.verify is Verify.FULL and not manifest.is_ours:
             raise CheckpointException(
                 f"{store.location} has no checksums to verify: it was not written by reshard. Load "
@@ -374,6 +375,9 @@ class FileSystemReader(StorageReader):
         )
         self._own = metadata.storage_data
         return metadata
+
+    def _open_manifest(self) -> tuple[Store, Manifest]:
+        return open_manifest(self.open_store(), self.manifest_limit_bytes)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -412,14 +416,16 @@ class FileSystemReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    def _threads(self) -> int:
+        """How many threads read; 0 means to choose."""
+        return self.thread_count
+
     @default_step
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         verify_views = self.verify_views
         if verify_views is None or not self.storage_data.manifest.is_ours:
             verify_views = Verify.FULL if self.verify is Verify.FULL else Verify.OFF
-        options = ReadOptions(
-            self.thread_count, self.allow_pickle, self.is_coordinator, verify_views
-        )
+        options = ReadOptions(self._threads(), self.allow_pickle, self.is_coordinator, verify_views)
         with self._open_files() as files:
             self.bytes_read += read_items(plan.items, planner, files, self.storage_data, options)
         future: Future[None] = Future()

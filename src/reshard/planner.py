@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import io
 import math
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Collection, Mapping, MutableSequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -225,6 +225,8 @@ class LoadPlanner:
     """Attributes that `load` sets for one call: `exclude`, `allow_pickle`, `allow_partial_load`."""
     covered_prefixes: tuple[str, ...] = ()
     """What stored names begin with that the planner takes care of under another name."""
+    tied_names: Collection[str] = ()
+    """Names that are not stored, but are filled with one that is: they share its memory."""
 
     @abc.abstractmethod
     def set_up_planner(

@@ -198,6 +198,18 @@ class StoreTests:
         with pytest.raises(FileNotFoundError):
             store.open_reader("a")
 
+    def test_a_file_that_gets_another_name_replaces_what_had_it(self, store: Store) -> None:
+        store.create()
+        for key, content in {"old": b"old", "new": b"new!"}.items():
+            writer = store.open_writer(key, len(content))
+            writer.write(0, [memoryview(content)])
+            writer.close()
+        store.rename("new", "old")
+        assert store.list() == ["old"]
+        reader = store.open_reader("old")
+        assert reader.nbytes == 4
+        reader.close()
+
     def test_deleting_what_is_not_there_is_harmless(self, store: Store) -> None:
         store.create()
 

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import pickle
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 from reshard import api
 from support.dcp_files import Bomb
+from support.plain_files import write_shard
+from support.quantized import write_model
 from support.subclasses import Scaled
 
 
@@ -259,6 +263,60 @@ def metadata_runs_code(library: Library) -> bool:
         return (Path(box) / "made").exists()
 
 
+@contextlib.contextmanager
+def place() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+        # That there is no process group.
+        warnings.simplefilter("ignore")
+        yield directory
+
+
+def error_of_a_value_among_safetensors(library: Library) -> type[BaseException] | None:
+    with place() as directory:
+        writer = library.root.HuggingFaceStorageWriter(directory)
+        state = {"w": torch.ones(2), "step": 3}
+        return raised_by(lambda: library.root.save(state, storage_writer=writer, no_dist=True))
+
+
+def names_of_tied_weights_in_safetensors(library: Library) -> list[str]:
+    with place() as directory:
+        weight = torch.ones(2)
+        writer = library.root.HuggingFaceStorageWriter(directory)
+        try:
+            library.root.save({"a": weight, "b": weight}, storage_writer=writer, no_dist=True)
+        except BaseException:  # noqa: BLE001 - DCP's own exception is one
+            return []
+        return [*load_file(f"{directory}/model-00001-of-00001.safetensors")]
+
+
+def error_of_a_tied_weight_that_is_stored_once(library: Library) -> type[BaseException] | None:
+    weight = torch.ones(2)
+    _, metadata = library.plan({"a": weight})
+    planner = library.root.DefaultLoadPlanner()
+    planner.set_up_planner({"a": weight, "b": weight}, metadata)
+    return raised_by(planner.create_local_plan)
+
+
+def all_of_a_packed_tensor_is_filled(library: Library) -> bool:
+    with place() as directory:
+        model = write_model(Path(directory))
+        reader = library.root.QuantizedHuggingFaceStorageReader(str(model))
+        target = {"experts_blocks": torch.full((3, 5, 128), torch.pi)}
+        library.root.load(target, storage_reader=reader, no_dist=True)
+        return not (target["experts_blocks"] == torch.pi).any().item()
+
+
+def error_of_integers_in_shards(library: Library) -> type[BaseException] | None:
+    with place() as directory:
+        write_shard(Path(directory) / "in" / "a.safetensors", {"n": ([0], torch.arange(3))})
+        (Path(directory) / "out").mkdir()
+        return raised_by(
+            lambda: library._consolidate_hf_safetensors.consolidate_safetensors_files(
+                f"{directory}/in", f"{directory}/out", {"n": 1}
+            )
+        )
+
+
 DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
     "api.CheckpointException": (
         lambda library: issubclass(library.root.CheckpointException, Exception),
@@ -331,4 +389,29 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
     "_nested_dict.unflatten_state_dict": (key_that_was_a_number, ["1"], [1]),
     "_nested_dict.flatten_state_dict": (names_of_a_tuple, ["t"], ["t.0", "t.1"]),
     "_traverse.traverse_state_dict": (error_of_a_number_as_key, None, TypeError),
+    "default_planner.DefaultLoadPlanner.create_local_plan": (
+        error_of_a_tied_weight_that_is_stored_once,
+        RuntimeError,
+        None,
+    ),
+    "hf_storage.HuggingFaceStorageWriter": (
+        error_of_a_value_among_safetensors,
+        None,
+        api.StateDictError,
+    ),
+    "hf_storage.HuggingFaceStorageWriter.finish": (
+        names_of_tied_weights_in_safetensors,
+        [],
+        ["a"],
+    ),
+    "quantized_hf_storage.QuantizedHuggingFaceStorageReader": (
+        all_of_a_packed_tensor_is_filled,
+        False,
+        True,
+    ),
+    "_consolidate_hf_safetensors.consolidate_safetensors_files": (
+        error_of_integers_in_shards,
+        TypeError,
+        None,
+    ),
 }

@@ -20,6 +20,7 @@ from reshard.api import (
 )
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert import copying, safetensors
+from reshard.convert.drafts import new_token
 from reshard.format.container import SAFETENSORS_DTYPES
 from support.ranks import run_ranks
 
@@ -230,7 +231,7 @@ def test_an_interrupt_leaves_nothing_behind_and_what_was_there(
 def test_what_a_killed_export_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     place = save(tmp_path, w=bits(10))
     (tmp_path / "hf").mkdir()
-    machine = safetensors.new_token().split(".")[1].split("-")[0]
+    machine = new_token().split(".")[1].split("-")[0]
     dead = tmp_path / f"hf/.0123abcd.{machine}-999999999-1.model.safetensors.partial"
     elsewhere = tmp_path / "hf/.0123abcd.00000000-1-1.model.safetensors.partial"
     dead.touch()

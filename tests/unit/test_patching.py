@@ -24,9 +24,11 @@ from support.ranks import run_alone
 
 DCP = "torch.distributed.checkpoint"
 COUNTERPARTS = [
+    "_consolidate_hf_safetensors",
     "_dedup_save_plans",
     "_dedup_tensors",
     "_extension",
+    "_hf_utils",
     "_nested_dict",
     "_sharded_tensor_utils",
     "_traverse",
@@ -34,10 +36,12 @@ COUNTERPARTS = [
     "default_planner",
     "filesystem",
     "format_utils",
+    "hf_storage",
     "metadata",
     "optimizer",
     "planner",
     "planner_helpers",
+    "quantized_hf_storage",
     "staging",
     "state_dict",
     "state_dict_loader",
@@ -253,11 +257,9 @@ def attempt(path):
 @pytest.mark.parametrize(
     "source",
     [
-        f"from {DCP} import HuggingFaceStorageWriter",
         f"from {DCP}.format_utils import dcp_to_torch_save",
         f"from {DCP}._fsspec_filesystem import FsspecWriter",
         f"import {DCP}._experimental",
-        pytest.param(f"from {DCP}.hf_storage import HuggingFaceStorageWriter"),
     ],
 )
 def test_what_reshard_does_not_have_is_not_found_under_a_patch_and_found_again_after(

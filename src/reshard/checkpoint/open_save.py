@@ -50,7 +50,8 @@ class OpenSave:
         self.written: list[str] = []
         self._claim: str | None = None
         self._replaces: str | None = None
-        self._made_place = False
+        self.made_place = False
+        """Whether the place is to be removed if the save fails, by the last rank that has files."""
 
     def begin(self, overwrite: bool, refers_to: Sequence[str] = ()) -> bool:
         """Claim the place before any file of the save is written; False if that was done before.
@@ -76,7 +77,7 @@ class OpenSave:
 
     def create_place(self) -> None:
         """Make the place; it is removed again if the save fails."""
-        self._made_place |= self.store.create()
+        self.made_place |= self.store.create()
 
     def check_may_write(self, overwrite: bool) -> None:
         if not overwrite and has_checkpoint(self.store):
@@ -166,7 +167,7 @@ class OpenSave:
         self._claim, self.written = None, []
         if unneeded and not self._is_committed(is_coordinator):
             delete_quietly(self.store, unneeded)
-        if self._made_place:
+        if self.made_place:
             with contextlib.suppress(OSError):
                 self.store.remove()
 

@@ -7,7 +7,7 @@ item.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -148,14 +148,14 @@ def _collect(
             for item in items:
                 found.add(item)
         if traits.is_default:
-            _count_changes(found.requests, planner)
+            count_changes({request.into for request in found.requests}, planner)
     return found.requests, found.values
 
 
-def _count_changes(requests: Sequence[Request], planner: Any) -> None:
+def count_changes(names: Collection[str], planner: Any) -> None:
     """Tell autograd about DTensors and the like, whose local tensors are what is filled."""
     state_dict = getattr(planner, "state_dict", {})
-    values = (state_dict.get(name) for name in {request.into for request in requests})
+    values = (state_dict.get(name) for name in names)
     increment_version(
         [value for value in values if isinstance(value, torch.Tensor) and not is_plain(value)]
     )

@@ -78,7 +78,7 @@ def write_items(
     Chunks that the base holds are referred to instead.
     """
     keeps_values = save_traits(planner).keeps_values
-    contents, pickled = _collect(items, planner, keeps_values, options.unchanged or ())
+    contents, pickled = collect_contents(items, planner, keeps_values, options.unchanged or ())
     store = save.store
     if any(pickled):
         _warn_of_pickles([c.key for c, p in zip(contents, pickled, strict=True) if p], store)
@@ -161,7 +161,7 @@ def fingerprint_items(items: Sequence[WriteItem], positions: Ints, planner: Any)
         chosen = WriteItems(columns.base, positions)
     else:
         chosen = [items[position] for position in positions.tolist()]
-    contents, _ = _collect(chosen, planner, keeps_values, ())
+    contents, _ = collect_contents(chosen, planner, keeps_values, ())
     return fingerprint_contents(contents, default_threads() if keeps_values else 1)
 
 
@@ -175,7 +175,7 @@ def _warn_of_pickles(keys: Sequence[str], store: Store) -> None:
     )
 
 
-def _collect(
+def collect_contents(
     items: Sequence[WriteItem], planner: Any, keeps_values: bool, unchanged: Collection[str]
 ) -> tuple[list[Content], list[bool]]:
     """What to write for each item, and whether it is a pickle."""

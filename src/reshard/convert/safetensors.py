@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from reshard.api import CheckpointExistsError, UnsupportedFormatError
 from reshard.checkpoint.directory import delete_quietly, put_new
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.copying import Destination, copy_tasks
+from reshard.convert.drafts import draft_name, publish, remove_dead_drafts
 from reshard.convert.selection import Picked
 from reshard.coordination.channel import Channel
 from reshard.coordination.exchange import TextExchange
@@ -21,12 +21,10 @@ from reshard.engine.progress import watched
 from reshard.engine.workers import default_threads, run_all
 from reshard.foreign.safetensors import INDEX, SUFFIX
 from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
-from reshard.stores.owners import OWNER, is_alive, owner_tag
 from reshard.stores.protocol import Store
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_DRAFT = re.compile(rf"\.[0-9a-f]{{8}}\.({OWNER})\..*\.partial")
 
 
 def parse_size(size: int | str) -> int:
@@ -91,8 +89,17 @@ class Export:
     """
 
     def __init__(
-        self, source: StoredTensors, target: Store, files: Sequence[OutputFile], token: str
+        self,
+        source: StoredTensors,
+        target: Store,
+        files: Sequence[OutputFile],
+        token: str,
+        threads: int = 0,
+        keeps_older: bool = False,
     ) -> None:
+        self._keeps_older = keeps_older
+        # While one waits for the disk, another reads.
+        self._threads = threads or max(2, default_threads())
         self._source = source
         self._target = target
         self._files = files
@@ -123,13 +130,11 @@ class Export:
     def _create(self) -> str:
         """Make the place; some text if it was not there."""
         self._made_place = self._target.create()
-        drafts = ((key, _DRAFT.fullmatch(key)) for key in self._target.list())
-        dead = [key for key, match in drafts if match and is_alive(match[1]) is False]
-        delete_quietly(self._target, dead)
+        remove_dead_drafts(self._target)
         return "made" if self._made_place else ""
 
     def _draft(self, name: str) -> str:
-        return f".{self._token}.{name}.partial"
+        return draft_name(self._token, name)
 
     def _write(
         self, files: Sequence[OutputFile], notes: Mapping[str, str], shows_progress: bool
@@ -151,44 +156,25 @@ class Export:
                     for tensor, begin in zip(file.tensors, begins, strict=True)
                 ]
             tasks = copy_tasks(self._source, places, progress.advance)
-            # While one waits for the disk, another reads.
-            run_all(lambda task: task(), tasks, max(2, default_threads()))
+            run_all(lambda task: task(), tasks, self._threads)
             for writer in writers:
                 writer.sync()
 
     def _publish(self, index: bytes | None) -> None:
         """Give all files their names. Of an older export nothing is left over."""
-        target = self._target
-        drafts = [self._draft(file.name) for file in self._files]
+        names = [file.name for file in self._files]
         if index is not None:
-            put_new(target, self._draft(INDEX), index, durable=True)
             self._written.append(self._draft(INDEX))
-        target.sync()
-        before = {key for key in target.list() if is_export(key)}
-        if INDEX in before:
-            # It names files of the older export.
-            target.delete(INDEX)
-        for draft, file in zip(drafts, self._files, strict=True):
-            target.rename(draft, file.name)
-        if index is not None:
-            target.rename(self._draft(INDEX), INDEX)
-        kept = {file.name for file in self._files} | {INDEX}
-        delete_quietly(target, sorted(before - kept))
-        target.sync()
+            put_new(self._target, self._draft(INDEX), index, durable=True)
+            names.append(INDEX)
+        older = set() if self._keeps_older else set(filter(is_export, self._target.list()))
+        publish(self._target, {self._draft(name): name for name in names}, older)
         self._written.clear()
 
     def _discard(self) -> None:
         delete_quietly(self._target, self._written)
         if self._made_place:
             self._target.remove()
-
-
-def new_token() -> str:
-    """What is in the temporary names of one export: who makes it, so that others know if it died.
-
-    The coordinator's, for all ranks.
-    """
-    return f"{uuid.uuid4().hex[:8]}.{owner_tag()}"
 
 
 _EXPORTED = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))

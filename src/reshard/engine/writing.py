@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,15 +120,16 @@ def write_file(
     advance: Callable[[int], None] = lambda nbytes: None,
     save_id: str = "",
     fingerprint: bool = False,
+    notes: Mapping[str, str] | None = None,
 ) -> Written:
-    """Write `contents` as one safetensors file, which carries the id of its save.
+    """Write `contents` as one safetensors file, which carries the id of its save and `notes`.
 
     With `fingerprint`, the parts of chunks in the fingerprints of their tensors are computed on the
     way. `advance` is called with the bytes that were written, from several threads.
     """
     order = file_order(contents)
     with paused_collection():
-        header, begins = lay_out(contents, order, save_id)
+        header, begins = lay_out(contents, order, save_id, notes)
     file_bytes = len(header) + sum(content.nbytes for content in contents)
 
     sums = Sums(contents, fingerprint)
@@ -152,7 +153,12 @@ def write_file(
     )
 
 
-def lay_out(contents: Sequence[Content], order: Sequence[int], save_id: str) -> tuple[bytes, Ints]:
+def lay_out(
+    contents: Sequence[Content],
+    order: Sequence[int],
+    save_id: str,
+    notes: Mapping[str, str] | None = None,
+) -> tuple[bytes, Ints]:
     """The header of the file, and where each content begins."""
     entries: dict[str, Entry] = {}
     begins = [0] * len(contents)
@@ -162,8 +168,8 @@ def lay_out(contents: Sequence[Content], order: Sequence[int], save_id: str) -> 
         begins[i] = position
         entries[content.key] = stored_entry(content, position)
         position += content.nbytes
-    notes = {"format": "pt", "save_id": save_id} if save_id else {"format": "pt"}
-    header = build_header(entries, notes)
+    own = {"format": "pt", "save_id": save_id} if save_id else {"format": "pt"}
+    header = build_header(entries, own | dict(notes or {}))
     return header, np.array(begins, dtype=np.int64) + len(header)
 
 

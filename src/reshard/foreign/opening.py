@@ -28,13 +28,28 @@ def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tupl
     if start is not None and start[:1] == _PICKLE:
         return place, dcp.read(place, MANIFEST, limit_bytes)
     if start is None:
-        keys = place.list()
-        if parts := dcp.part_keys(keys):
+        if parts := dcp.part_keys(place.list()):
             return place, dcp.read_parts(place, parts, limit_bytes)
-        plain = [key for key in keys if key.endswith(safetensors.SUFFIX) and not is_shard_name(key)]
-        if plain:
-            return place, safetensors.read_directory(place, keys)
+        if (plain := _read_plain(place)) is not None:
+            return place, plain
     return place, read_manifest(place, limit_bytes)
+
+
+def open_safetensors(
+    place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES
+) -> tuple[Store, Manifest]:
+    """The same for plain safetensors files, even if there is a checkpoint beside them."""
+    if place.as_file() is None and (plain := _read_plain(place)) is not None:
+        return place, plain
+    return open_manifest(place, limit_bytes)
+
+
+def _read_plain(place: Store) -> Manifest | None:
+    """The safetensors files at a place that are not shard files of ours; None if there are none."""
+    keys = [key for key in place.list() if not is_shard_name(key)]
+    if not any(key.endswith(safetensors.SUFFIX) for key in keys):
+        return None
+    return safetensors.read_directory(place, keys)
 
 
 def _open_file(store: Store, key: str) -> Manifest:

@@ -5,8 +5,10 @@ A file may hold tensors whole, or regions of them: then its notes say where each
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -32,6 +34,7 @@ INDEX = "model.safetensors.index.json"
 SHARDING_NOTE = "DCP_SHARDING_INFO"
 """The note that says where the regions in a file begin, as JSON."""
 OFFSETS_FIELD = "saved_offsets"
+VERSION_NOTE = "DCP_VERSION"
 
 _INDEX = re.compile(r".+\.safetensors\.index\.json")
 _MOST_INDEX_BYTES = 256 << 20
@@ -40,6 +43,12 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
     **{name: dtype for dtype, name in SAFETENSORS_DTYPES.items()},
 }
+
+
+def file_name(number: int, count: int, shard: int | None = None) -> str:
+    """How the file with a number, of `count`, is called; counted from 1, and so are shards."""
+    prefix = "" if shard is None else f"shard-{shard:05d}-"
+    return f"{prefix}model-{number:05d}-of-{count:05d}{SUFFIX}"
 
 
 def read_directory(store: Store, keys: Sequence[str]) -> Manifest:
@@ -59,14 +68,20 @@ def read_file(store: Store, key: str) -> Manifest:
     return _read(store, {key: None}, None)
 
 
+def read_files(store: Store, keys: Sequence[str]) -> Manifest:
+    """What some safetensors files hold, whatever an index says."""
+    return _read(store, dict.fromkeys(keys), None)
+
+
 def _read(
     store: Store, paths: Mapping[str, None], weight_map: Mapping[str, str] | None
 ) -> Manifest:
     files: dict[str, int] = {}
+    ties: dict[str, str] = {}
     tensors: dict[str, ForeignTensor] = {}
     for number, path in enumerate(paths):
         where = f"{path!r} of {store.location}"
-        for name, tensor, is_part in _tensors_in(store, path, number, files, where):
+        for name, tensor, is_part in _tensors_in(store, path, number, files, ties, where):
             if weight_map is not None and weight_map.get(name) != path:
                 continue
             if name not in tensors:
@@ -79,8 +94,16 @@ def _read(
                 f"the index of {store.location} places {name!r} in {path!r}, which does not hold "
                 "it. Fetch the directory again, all of it from one version"
             )
-    table = ForeignTable(SAFETENSORS, files, list(tensors.values()))
+    table = ForeignTable(SAFETENSORS, files, [*tensors.values(), *_tied(ties, tensors)])
     return table.to_manifest(store.location)
+
+
+def _tied(ties: Mapping[str, str], tensors: Mapping[str, ForeignTensor]) -> Iterator[ForeignTensor]:
+    """Other names of tensors, under which they are not stored."""
+    rows = {name: row for row, name in enumerate(tensors)}
+    for name, kept in ties.items():
+        if name not in tensors and kept in tensors:
+            yield tensors[kept]._replace(name=name, chunks=[], alias_of=rows[kept])
 
 
 def _read_index(store: Store, key: str) -> tuple[Mapping[str, None], Mapping[str, str]]:
@@ -97,6 +120,7 @@ def _read_index(store: Store, key: str) -> tuple[Mapping[str, None], Mapping[str
         weight_map = msgspec.json.decode(bytes(text), type=_Index).weight_map
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpointError(f"{where} is malformed: {error}") from error
+    _refuse_duplicates(bytes(text), where)
     for path in {*weight_map.values()}:
         if not is_plain_path(path):
             raise CorruptCheckpointError(
@@ -105,14 +129,34 @@ def _read_index(store: Store, key: str) -> tuple[Mapping[str, None], Mapping[str
     return dict.fromkeys(sorted({*weight_map.values()})), weight_map
 
 
+def _refuse_duplicates(text: bytes, where: str) -> None:
+    """Refuse sound JSON in which a name stands twice: readers would disagree about it."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        if len(dict(pairs)) != len(pairs):
+            ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise CorruptCheckpointError(f"{where} says two things of {twice!r}")
+
+    try:
+        json.loads(text, object_pairs_hook=check)
+    except CorruptCheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where} is malformed: {error}") from error
+
+
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
 def _tensors_in(
-    store: Store, path: str, number: int, files: dict[str, int], where: str
+    store: Store, path: str, number: int, files: dict[str, int], ties: dict[str, str], where: str
 ) -> Iterator[tuple[str, ForeignTensor, bool]]:
-    """Each tensor of a file, and whether it may be a part of a larger one."""
+    """Each tensor of a file, and whether it may be a part of a larger one.
+
+    Adds the size of the file to `files`, and to `ties` the names that its notes give to tensors
+    besides their own, as `safetensors.torch.save_model` does.
+    """
     try:
         opened = store.open_reader(path)
     except FileNotFoundError as error:
@@ -123,6 +167,8 @@ def _tensors_in(
         files[path] = reader.nbytes
         head, data_begin = read_header(reader, where, MOST_PLAIN_HEADER_BYTES)
         entries, notes, _ = parse_header(head, reader.nbytes, where)
+        _refuse_duplicates(bytes(head[8:]), where)
+    ties.update((name, kept) for name, kept in notes.items() if kept in entries)
     regions = _regions(notes, where)
     for name, entry in entries.items():
         dtype = DTYPES.get(entry.dtype)
@@ -135,7 +181,9 @@ def _tensors_in(
         if regions is not None:
             offsets = _offsets(name, entry, regions.get(name), where)
         nbytes = entry.end - entry.begin
-        if math.prod(entry.shape) * dtype.itemsize != nbytes:
+        # Also of an empty tensor, whose other extents nobody could multiply.
+        spanned = math.prod(extent for extent in entry.shape if extent) * dtype.itemsize
+        if math.prod(entry.shape) * dtype.itemsize != nbytes or spanned >= 1 << 63:
             raise CorruptCheckpointError(
                 f"{where} gives {name!r}, of shape {list(entry.shape)} and dtype {entry.dtype}, "
                 f"{nbytes} bytes"

@@ -12,13 +12,13 @@ from reshard.api import UnsupportedFormatError
 from reshard.background.queue import save_queue
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.checkpoint import StoredPlanner
+from reshard.convert.drafts import new_token
 from reshard.convert.safetensors import (
     Export,
     OutputFile,
     check_holdable,
     check_may_export,
     make_index,
-    new_token,
     parse_size,
     split_into_files,
 )

@@ -288,8 +288,10 @@ class Load:
         self.stored = list(entries)
         wanted = getattr(self.planner, "state_dict", self.template)
         excludes = self._planner_hooks.excludes
-        self.report.loaded = [n for n in wanted if n in entries and not excludes(n)]
-        self.report.missing = [n for n in wanted if n not in entries and not excludes(n)]
+        tied = self._planner_hooks.tied_names
+        held = {n: n in entries or n in tied for n in wanted if not excludes(n)}
+        self.report.loaded = [name for name, is_held in held.items() if is_held]
+        self.report.missing = [name for name, is_held in held.items() if not is_held]
         self.report.excluded = [*self._left_out, *(n for n in wanted if excludes(n))]
         covered = (
             # What other ranks stored of a value that differs by rank is not for this one.

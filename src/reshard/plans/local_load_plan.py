@@ -6,7 +6,7 @@ list, for custom planners.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,9 @@ from reshard.plans.read_items import ReadColumns, ReadItems
 from reshard.tensors.shards import (
     Box,
     DTensorReader,
+    is_dense,
     is_plain,
+    plain_local_tensor,
     wanted_regions,
 )
 
@@ -48,6 +50,49 @@ def build_read_items(
     wanted = {fqn: stored[fqn] for fqn in state_dict if fqn in stored}
     located = locate(wanted)
     return _plan_reads(located, _regions(located, state_dict), whole=True)
+
+
+def find_tied(wanted: Mapping[str, Any], stored: Container[str]) -> dict[str, str]:
+    """Names that are not stored, but have exactly the memory of one that is: the latter.
+
+    Tied weights are stored under one of their names; to fill that is to fill them all. A tensor
+    of which this rank holds nothing stands for itself: if it is missing, those that hold it say so.
+    """
+    missing = [name for name in wanted if name not in stored]
+    if not missing:
+        return {}
+    reader = DTensorReader()
+    names = {
+        memory: name
+        for name, value in wanted.items()
+        if name in stored and (memory := _memory_of(name, value, reader)) is not None
+    }
+    tied = {}
+    for name in missing:
+        memory = _memory_of(name, wanted[name], reader)
+        if memory in names:
+            tied[name] = names[memory]
+        elif memory == _NOTHING:
+            tied[name] = name
+    return tied
+
+
+_NOTHING = ("nothing",)
+
+
+def _memory_of(name: str, value: Any, reader: DTensorReader) -> tuple[Any, ...] | None:
+    """What two tensors have in common that are filled together; None for what has no memory."""
+    local = value if is_plain(value) else plain_local_tensor(value)
+    if local is None or not is_dense(local):
+        return None
+    if local is not value and value.numel() and not local.numel():
+        return _NOTHING
+    address = id(value) if local.is_meta else local.data_ptr()
+    if not address or not local.numel():
+        return None
+    layout = None if local is value else (tuple(value.shape), reader.regions(name, value))
+    form = local.device, local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg()
+    return (address, layout, *form)
 
 
 def _regions(located: Located, state_dict: Mapping[str, Any]) -> list[Sequence[Box] | None]:

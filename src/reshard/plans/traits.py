@@ -93,6 +93,11 @@ def fills_blanks(planner: object) -> bool:
     )
 
 
+def reads_item_by_item(reader: object) -> bool:
+    """Whether a Hugging Face storage has a way of its own to read an item."""
+    return not _has_default(reader, "_process_read_request")
+
+
 def views_files(reader: object) -> bool:
     """Whether a storage finds or makes the memory of blanks itself."""
     return _has_default(reader, "read_data")
