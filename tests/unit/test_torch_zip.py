@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from reshard.api import CheckpointException, CorruptCheckpointError, UnsupportedFormatError
-from reshard.format.torch_zip import Archive, read_tensor_record
+from reshard.format.torch_zip import Archive, KnownRecords, read_tensor_record
 
 _BEFORE, _AFTER = b"before " * 5, b"after"
 
@@ -99,6 +99,29 @@ def test_a_record_costs_two_small_reads_however_large_it_is() -> None:
     _, _, small = _read(_saved(torch.zeros(3)))
     _, _, large = _read(_saved(torch.zeros(1 << 20)))
     assert (small.reads, large.reads) == (1, 2)
+
+
+def test_records_that_begin_like_a_known_one_are_placed_by_that() -> None:
+    known = KnownRecords()
+    tensors = [torch.rand(20, 50), torch.rand(20, 50), torch.rand(50, 20), torch.rand(20, 50).t()]
+    for tensor in (*tensors, *tensors):
+        record = _saved(tensor)
+        source = _Bytes(_BEFORE + record + _AFTER)
+        found = read_tensor_record(source, len(_BEFORE), len(record), "the record", known)
+        again = _Bytes(source.data)
+        assert found == read_tensor_record(again, len(_BEFORE), len(record), "the record")
+    assert source.reads == 1
+    assert again.reads == 2
+    # What is cut off is not taken for whole.
+    for end in (100, 3000, len(record) - 1000):
+        cut = _Bytes(record[:end])
+        with pytest.raises(CorruptCheckpointError, match=r"^the record"):
+            read_tensor_record(cut, 0, end, "the record", known)
+    changed = record.replace(b"byteorderFB", b"byteorderFC")
+    assert changed != record
+    source = _Bytes(changed)
+    read_tensor_record(source, 0, len(changed), "the record", known)
+    assert source.reads > 1
 
 
 def _rewritten(record: bytes, change: Any = lambda name, data: data, method: int = 0) -> bytes:

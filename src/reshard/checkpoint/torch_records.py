@@ -7,7 +7,7 @@ where its elements are; from then on it is a chunk like any other, if they lie t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +23,13 @@ from reshard.format.container import (
     parse_header,
     read_header,
 )
-from reshard.format.torch_zip import Storage, StoredTensor, TensorPlace, read_tensor_record
+from reshard.format.torch_zip import (
+    KnownRecords,
+    Storage,
+    StoredTensor,
+    TensorPlace,
+    read_tensor_record,
+)
 from reshard.stores.protocol import CutShortError, Reader
 
 RECORD, SAFETENSORS_RECORD, _STRIDED = "torch", "safetensors", "strided"
@@ -64,7 +70,7 @@ class TorchRecords:
     def __init__(self, where: str) -> None:
         self._where = where
         self._blobs: dict[tuple[str, int], _Blob] = {}
-        self._pickles: dict[bytes, Any] = {}
+        self._known = KnownRecords()
 
     def open(
         self,
@@ -85,7 +91,7 @@ class TorchRecords:
                 decode = _Streamed(chunk, source, extensions(transforms), where)
                 return DecodedRecord(decode, chunk.content_nbytes, where)
             tensor, place = read_tensor_record(
-                source, chunk.begin, chunk.stored_nbytes, where, self._pickles
+                source, chunk.begin, chunk.stored_nbytes, where, self._known
             )
         except CutShortError as error:
             raise CorruptCheckpointError(f"{where} is cut short at byte {error.end}") from error

@@ -97,6 +97,11 @@ class Archive:
         member = self.locate(name)
         return self._read(member.begin - self._begin, member.nbytes)
 
+    def prefix(self, begin: int) -> bytes | None:
+        """All that lies in the archive before a place of the file, if it is not much."""
+        length = begin - self._begin
+        return self._head[:length] if 0 < length <= min(_EDGE_BYTES, len(self._head)) else None
+
     def _read_directory(self) -> dict[str, _Entry]:
         begin, nbytes, count = self._find_directory()
         if begin + nbytes > self._nbytes or count * _ENTRY.size > nbytes:
@@ -224,26 +229,66 @@ class TensorPlace(NamedTuple):
     is_big_endian: bool
 
 
-def read_tensor_record(
-    source: Source, begin: int, nbytes: int, where: str, known: dict[bytes, Any] | None = None
-) -> tuple[StoredTensor, TensorPlace]:
-    """The one tensor in an archive, and where it lies.
+class KnownRecords:
+    """How archives of one tensor begin that were looked into before.
 
-    `known` remembers what short pickles describe: those of tensors of one shape are the same.
+    Up to its elements, the archive of another tensor of the same dtype and shape is the same, byte
+    for byte: it has the same pickle, and the same members at the same places.
     """
+
+    def __init__(self) -> None:
+        self._found: dict[bytes, tuple[StoredTensor, TensorPlace]] = {}
+        self._lengths: list[int] = []
+
+    def find(self, head: bytes, begin: int, nbytes: int) -> tuple[StoredTensor, TensorPlace] | None:
+        """What an archive at `begin` holds that starts with `head`, if that is known."""
+        for length in self._lengths:
+            found = self._found.get(head[:length])
+            if found is not None:
+                tensor, (_, span, is_dense, is_big_endian) = found
+                if length + span + _END.size > nbytes:
+                    return None
+                return tensor, TensorPlace(begin + length, span, is_dense, is_big_endian)
+        return None
+
+    def add(self, archive: Archive, tensor: StoredTensor, place: TensorPlace) -> None:
+        storage = archive.locate(f"data/{tensor.storage.key}")
+        prefix = archive.prefix(storage.begin)
+        if (
+            (place.begin, place.span) == storage
+            and len(self._found) < _MOST_KNOWN
+            and prefix is not None
+            # All that matters is in there.
+            and "byteorder" in archive
+            and archive.locate("byteorder").begin < storage.begin
+            and archive.locate("data.pkl").begin < storage.begin
+        ):
+            self._found[prefix] = tensor, place
+            if len(prefix) not in self._lengths:
+                self._lengths.append(len(prefix))
+
+
+def read_tensor_record(
+    source: Source, begin: int, nbytes: int, where: str, known: KnownRecords | None = None
+) -> tuple[StoredTensor, TensorPlace]:
+    """The one tensor in an archive, and where it lies."""
+    if known is not None and nbytes > _EDGE_BYTES and 0 <= begin <= source.nbytes - nbytes:
+        head = bytearray(_EDGE_BYTES)
+        source.read_into(begin, [memoryview(head)])
+        found = known.find(bytes(head), begin, nbytes)
+        if found is not None:
+            return found
     archive = Archive(source, begin, nbytes, where)
-    pickled = archive.read("data.pkl")
-    tensor = None if known is None else known.get(pickled)
-    if tensor is None:
-        tensor = read_pickle(pickled, TORCH_TABLE, where, find_storage)
-        if known is not None and len(pickled) <= _EDGE_BYTES and len(known) < _MOST_KNOWN:
-            known[pickled] = tensor
+    tensor = read_pickle(archive.read("data.pkl"), TORCH_TABLE, where, find_storage)
     if not isinstance(tensor, StoredTensor):
         raise UnsupportedFormatError(
             f"{where} holds {describe(tensor)} in place of a dense tensor, which cannot be read "
             "without running code. Load it with torch.distributed.checkpoint"
         )
-    return tensor, place_tensor(archive, tensor, where)
+    place = place_tensor(archive, tensor, where)
+    if known is not None:
+        known.add(archive, tensor, place)
+    return tensor, place
 
 
 def place_tensor(archive: Archive, tensor: StoredTensor, where: str) -> TensorPlace:
