@@ -184,6 +184,18 @@ def test_planner_data_of_a_custom_planner_stays_closed(tmp_path: Path) -> None:
     assert "model.weight" in reshard.read_state_dict(tmp_path)
 
 
+def test_what_dcp_and_torch_save_wrote_can_be_converted(tmp_path: Path) -> None:
+    expected = dcp_files.state()
+    dcp_files.save(tmp_path / "dcp")
+    torch.save(expected, tmp_path / "file.pt")
+    for source in ("dcp", "file.pt"):
+        converted = tmp_path / f"{source}-converted"
+        reshard.convert(tmp_path / source, converted, format="reshard")
+        found = reshard.read_state_dict(converted, verify="full")
+        assert torch.equal(found["model"]["weight"], expected["model"]["weight"])
+        assert (found["step"], found["note"]) == (7, "a value")
+
+
 def test_a_rank_that_a_cast_planner_wrote_is_told(tmp_path: Path) -> None:
     """Metadata says what was planned; a record of another dtype contradicts it."""
     dcp_files.save(tmp_path)

@@ -107,7 +107,9 @@ def test_only_the_value_that_needs_code_is_refused(tmp_path: Path) -> None:
     assert torch.equal(whole["weight"], torch.ones(2))
 
 
-@pytest.mark.parametrize("thing", [torch.ones(2), [torch.ones(2)], 5, {5: torch.ones(2)}])
+@pytest.mark.parametrize(
+    "thing", [torch.ones(2), [torch.ones(2)], 5, {5: torch.ones(2)}, nn.Linear(2, 2)]
+)
 def test_what_is_not_a_state_dict_is_refused(tmp_path: Path, thing: Any) -> None:
     path = tmp_path / "model.pt"
     torch.save(thing, path)

@@ -16,7 +16,7 @@ import torch
 
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.format.container import Source
-from reshard.format.pickles import Maker, Ordered, Record, Table, maker_of, read_pickle
+from reshard.format.pickles import Maker, Ordered, Record, Table, Unknown, maker_of, read_pickle
 
 ZIP_MAGIC = b"PK\x03\x04"
 
@@ -333,6 +333,8 @@ def check_tensor(tensor: StoredTensor, where: str) -> None:
 
 def describe(found: Any) -> str:
     """What was found in place of a tensor, in a few words."""
+    if isinstance(found, Unknown):
+        return f"an object of {found.name}"
     return f"a {found.kind}" if isinstance(found, Record) else f"a {type(found).__name__}"
 
 
