@@ -46,7 +46,13 @@ from reshard.plans.local_save_plan import _create_default_metadata_only_plan, bu
 from reshard.plans.local_save_plan import _create_write_items as _create_write_items
 from reshard.plans.traits import default_step, load_traits, save_traits
 from reshard.tensors.blanks import fill_blank, is_blank, make_blank
-from reshard.tensors.composites import KIND, CompositeTargets, expand_for_save, stored_shards
+from reshard.tensors.composites import (
+    KIND,
+    CompositeTargets,
+    expand_for_save,
+    refuse_composites,
+    stored_shards,
+)
 from reshard.tensors.flatten import Rules, flatten_state_dict, put_empties
 from reshard.tensors.flatten import (
     flatten_sharded_tensors as _flatten_sharded_tensors,  # noqa: F401
@@ -85,9 +91,12 @@ class DefaultSavePlanner(SavePlanner):
 
     mappings: Mapping[str, StatePath]
     _is_default_planner = True
-    call_settings = ("dcp_rules",)
-    dcp_rules = False
-    """Whether names are given, and memory under two names is written twice, as DCP reads it."""
+    call_settings = ("rules", "finds_ties", "takes_composites")
+    rules = Rules.CURRENT
+    finds_ties = True
+    """Whether memory under two names is written once."""
+    takes_composites = True
+    """Whether tensors may consist of others, which are then stored in their place."""
 
     def __init__(
         self,
@@ -118,16 +127,17 @@ class DefaultSavePlanner(SavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         if self.flatten_state_dict:
-            rules = Rules.DCP if self.dcp_rules else Rules.CURRENT
-            state_dict, self.mappings = flatten_state_dict(state_dict, rules)
+            state_dict, self.mappings = flatten_state_dict(state_dict, self.rules)
         self.state_dict, self.mappings = expand_for_save(state_dict, self.mappings)
+        if not self.takes_composites:
+            refuse_composites(self.state_dict)
         self.is_coordinator = is_coordinator
         self._reader = DTensorReader()
 
     @default_step
     def create_local_plan(self) -> SavePlan:
         traits = save_traits(self)
-        find_ties = traits.keeps_values and not self.dcp_rules
+        find_ties = traits.keeps_values and self.finds_ties
         items = build_write_items(self.state_dict, find_ties)
         self.plan = SavePlan(items, planner_data=self.mappings if self.flatten_state_dict else None)
         if not self._enable_plan_caching:

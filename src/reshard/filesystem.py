@@ -27,9 +27,10 @@ from reshard.checkpoint.open_save import OpenSave
 from reshard.checkpoint.reads import ReadOptions, read_items, read_values, refuse_pickles
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.checkpoint.stored_metadata import can_be_read_back, refer_to
+from reshard.checkpoint.to_dcp import DCP_VERSION, check_formats, encode_dcp_metadata
 from reshard.checkpoint.to_manifest import check_readable, to_manifest
 from reshard.checkpoint.to_metadata import StorageMap, to_metadata
-from reshard.checkpoint.writes import WriteOptions, write_items
+from reshard.checkpoint.writes import WriteOptions, check_savable, write_items
 from reshard.engine.collector import paused_collection
 from reshard.engine.reading import Verify
 from reshard.foreign.opening import open_manifest
@@ -97,10 +98,11 @@ class FileSystemWriter(StorageWriter):
         self._base: Base | None = None
         self.compress: str | None = None
         self.fingerprint = False
+        self.format = "reshard"
         self._stager = BlockingAsyncStager(cache_staged_state_dict)
 
     _synchronize_after_execute = False
-    call_settings: tuple[str, ...] = ("base", "unchanged", "compress", "fingerprint")
+    call_settings: tuple[str, ...] = ("base", "unchanged", "compress", "fingerprint", "format")
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process stages nothing, and has begun nothing.
@@ -116,7 +118,11 @@ class FileSystemWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return _is_local(checkpoint_id)
 
-    def storage_meta(self) -> StorageMeta | None:
+    @property
+    def _is_for_dcp(self) -> bool:
+        return self.format == "dcp"
+
+    def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -177,7 +183,8 @@ class FileSystemWriter(StorageWriter):
         return os.path.realpath(chosen) if chosen and _is_local(chosen) else None
 
     def reference_to(self, metadata: Metadata) -> str:
-        return self.save_id if can_be_read_back(metadata) else ""
+        is_readable = can_be_read_back(metadata) and not self._is_for_dcp
+        return self.save_id if is_readable else ""
 
     def referenced_metadata(self, reference: str) -> Metadata:
         return refer_to(self.open_store(), reference, self.storage_meta())
@@ -209,6 +216,8 @@ class FileSystemWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._check_codec()
+        if self._is_for_dcp:
+            check_savable(plan.items)
         save = self._open_save()
         self._open_base()
         save.create_place()
@@ -245,6 +254,7 @@ class FileSystemWriter(StorageWriter):
             self.fingerprint,
             self.compress,
             self.extensions,
+            self._is_for_dcp,
         )
         save, base = self._open_save(), self._open_base()
         return write_items(plan.items, planner, save, rank, int(first), options, base)
@@ -256,13 +266,17 @@ class FileSystemWriter(StorageWriter):
         ranks = len(results) if self.use_collectives else self.world_size
         with paused_collection():
             manifest = to_manifest(metadata, results, self._notes(ranks))
+        check_formats(manifest, self._is_for_dcp)
         check_readable(manifest, f"the manifest of {save.store.location}")
         own = own_files(manifest)
         save.check_visible(own, self.rank)
         save.check_referred(manifest)
         if self.sync_files:
             save.sync()
-        encoded = encode_manifest(manifest)
+        if self._is_for_dcp:
+            encoded = encode_dcp_metadata(metadata, manifest, self.storage_meta())
+        else:
+            encoded = encode_manifest(manifest)
         if self.use_collectives:
             save.commit(encoded, own)
         else:
@@ -272,7 +286,7 @@ class FileSystemWriter(StorageWriter):
                 save.sync()
         metadata.storage_data = StorageMap(manifest)
         metadata.storage_meta = self.storage_meta()
-        metadata.version = CURRENT_DCP_VERSION
+        metadata.version = DCP_VERSION if self._is_for_dcp else CURRENT_DCP_VERSION
 
     def finish_parts(self) -> None:
         """Commit what all ranks have saved without collectives. For the coordinator."""

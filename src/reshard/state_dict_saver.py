@@ -54,6 +54,7 @@ def save(
     compress: Literal["zstd"] | None = None,
     fingerprint: bool = False,
     check_replicas: bool = False,
+    format: Literal["reshard", "dcp"] = "reshard",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
     """Save `state_dict`: every rank its part, and all of it or nothing.
@@ -82,6 +83,9 @@ def save(
     bfloat16, 0.83 for fp32 and the states of Adam. That takes a core a second for each
     gigabyte, so it pays for stores that are slower than that; a local disk is faster without. It
     needs `pip install 'reshard[compress]'`, here and where it is loaded.
+
+    With `format="dcp"` the files are those of `torch.distributed.checkpoint`, for programs that
+    load with that; they have no checksums. What that format has no place for is a `ValueError`.
     """
     return save_now(
         state_dict,
@@ -95,6 +99,7 @@ def save(
             compress=compress,
             fingerprint=fingerprint,
             check_replicas=check_replicas,
+            format=format,
         ),
     )
 
@@ -174,6 +179,7 @@ def async_save(
     compress: Literal["zstd"] | None = None,
     fingerprint: bool = False,
     check_replicas: bool = False,
+    format: Literal["reshard", "dcp"] = "reshard",
     when_busy: WhenBusy = "wait",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Future[Metadata] | AsyncSaveResponse:
@@ -216,6 +222,7 @@ def async_save(
             compress=compress,
             fingerprint=fingerprint,
             check_replicas=check_replicas,
+            format=format,
         ),
     )
     return save.future if save.staging is None else AsyncSaveResponse(save.staging, save.future)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
 from reshard.api import CheckpointNotFoundError
+from support.dcp import is_for_dcp, metadata_of, read_with_dcp
 from support.failing_system import WriterOn, dying, watching
 from support.ranks import run_alone, run_ranks
 from support.samples import same_bits
@@ -42,11 +43,13 @@ def state(seed: int) -> dict[str, Any]:
 
 def which(folder: Path) -> str:
     """The one state that the folder holds, as a loader sees it."""
-    try:
-        reshard.FileSystemReader(folder).read_metadata()
-    except CheckpointNotFoundError:
-        return "none"
-    found = reshard.read_state_dict(folder)
+    if (folder / ".metadata").exists() and is_for_dcp(folder):
+        found = read_with_dcp(folder)
+    else:
+        try:
+            found = reshard.read_state_dict(folder)
+        except CheckpointNotFoundError:
+            return "none"
     for name, seed in (("old", 1), ("new", 2), ("newest", 3)):
         wanted = state(seed)
         if (
@@ -62,9 +65,9 @@ def which(folder: Path) -> str:
 
 def save(seed: int, folder: Path, system: Any, options: dict[str, Any]) -> None:
     options = dict(options)
-    use_collectives = options.pop("use_collectives", True)
+    asked = {name: options.pop(name) for name in ("use_collectives", "format") if name in options}
     writer = WriterOn(folder, system, **options)
-    reshard.save(state(seed), storage_writer=writer, use_collectives=use_collectives)
+    reshard.save(state(seed), storage_writer=writer, **asked)
 
 
 def is_killed(folder: Path, at: int, after: bool, options: dict[str, Any]) -> bool:
@@ -81,7 +84,10 @@ def is_killed(folder: Path, at: int, after: bool, options: dict[str, Any]) -> bo
 
 def files_in_use(folder: Path) -> set[str]:
     manifests = {path.name for path in folder.iterdir() if path.name.startswith(".metadata")}
-    metadata = reshard.FileSystemReader(folder).read_metadata()
+    if is_for_dcp(folder):
+        metadata: Any = metadata_of(folder)
+    else:
+        metadata = reshard.FileSystemReader(folder).read_metadata()
     return manifests | {info.relative_path for info in metadata.storage_data.values()}
 
 
@@ -141,6 +147,16 @@ def prepare(place: Path, before: dict[str, Any] | None) -> None:
             {"use_collectives": False},
             {"use_collectives": False},
             id="over-another-both-without-collectives",
+        ),
+        pytest.param({}, {"format": "dcp"}, id="over-another-for-dcp", marks=pytest.mark.slow),
+        pytest.param(
+            {"format": "dcp"}, {}, id="over-another-that-is-for-dcp", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"format": "dcp"},
+            {"format": "dcp"},
+            id="over-another-both-for-dcp",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from reshard.api import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    UnsupportedFormatError,
 )
 from reshard.checkpoint.planner_data import merge_planner_data
 from reshard.checkpoint.to_manifest import to_manifest
@@ -36,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = ".metadata"
 _ID = r"[0-9a-f]{16}"
-SHARD_FILE = re.compile(rf"__\d+_\d+_({_ID})\.safetensors")
+SHARD_FILE = re.compile(rf"__\d+_\d+_({_ID})\.(?:safetensors|distcp)")
 PART = re.compile(rf"\.metadata\.\d{{1,9}}-of-\d{{1,9}}\.({_ID})")
 CLAIM = re.compile(rf"\.metadata\.({_ID})\.({OWNER})\.draft")
+_TAIL_BYTES = 64
 DELETION = re.compile(rf"\.metadata\.({OWNER})\.deleting")
 
 
@@ -50,8 +52,8 @@ def token_of(save_id: str) -> str:
     return save_id.replace("-", "")[:16]
 
 
-def shard_name(rank: int | str, number: int, save_id: str) -> str:
-    return f"__{rank}_{number}_{token_of(save_id)}.safetensors"
+def shard_name(rank: int | str, number: int, save_id: str, suffix: str = ".safetensors") -> str:
+    return f"__{rank}_{number}_{token_of(save_id)}{suffix}"
 
 
 def part_name(rank: int, world_size: int, save_id: str) -> str:
@@ -180,6 +182,26 @@ def read_one_manifest(store: Store, key: str, limit_bytes: int = MANIFEST_LIMIT_
     finally:
         reader.close()
     return decode_manifest(data, where)
+
+
+def is_committed(store: Store, save_id: str) -> bool:
+    """Whether the manifest in `store` is that of a save, in whatever format it was written."""
+    try:
+        reader = store.open_reader(MANIFEST)
+    except FileNotFoundError:
+        return False
+    try:
+        # A save in DCP's format has its id here.
+        tail = bytearray(min(_TAIL_BYTES, reader.nbytes))
+        reader.read_into(reader.nbytes - len(tail), [memoryview(tail)] if tail else [])
+    finally:
+        reader.close()
+    if save_id.encode() in tail:
+        return True
+    try:
+        return read_one_manifest(store, MANIFEST).notes.get("save_id") == save_id
+    except (FileNotFoundError, UnsupportedFormatError):
+        return False
 
 
 def requirements(store: Store) -> set[str]:

@@ -16,7 +16,6 @@ from reshard.api import (
     CheckpointInUseError,
     CommitConflictError,
     CorruptCheckpointError,
-    UnsupportedFormatError,
 )
 from reshard.checkpoint.debris import remove_debris
 from reshard.checkpoint.directory import (
@@ -26,8 +25,8 @@ from reshard.checkpoint.directory import (
     delete_quietly,
     has_checkpoint,
     is_being_deleted,
+    is_committed,
     put_new,
-    read_one_manifest,
 )
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.engine.reading import Verify
@@ -174,10 +173,7 @@ class OpenSave:
     def _is_committed(self, is_coordinator: bool) -> bool:
         if is_coordinator and self.store.version(MANIFEST) == self._replaces:
             return False
-        try:
-            return read_one_manifest(self.store, MANIFEST).notes.get("save_id") == self.save_id
-        except (FileNotFoundError, UnsupportedFormatError):
-            return False
+        return is_committed(self.store, self.save_id)
 
     def removed(self) -> CheckpointException:
         """The error for files that vanish while they are needed."""

@@ -23,7 +23,7 @@ def pack_planner_data(data: Any) -> bytes:
         return b""
     if type(data) is PathMap and data.is_regular:
         return _PATHS + data.pack()
-    encoded = encode_value(_without_own_types(data))
+    encoded = encode_value(without_own_types(data))
     if is_pickled(encoded):
         logger.warning(
             "the planner_data of the checkpoint, a %s, can only be stored as a pickle, which a "
@@ -33,14 +33,14 @@ def pack_planner_data(data: Any) -> bytes:
     return _VALUE + encoded
 
 
-def _without_own_types(data: Any) -> Any:
+def without_own_types(data: Any) -> Any:
     """`data` with plain dicts and strings in place of our own types."""
     if isinstance(data, IntKey):
         return str(data)
     if type(data) in (dict, PathMap):
-        return {_without_own_types(k): _without_own_types(v) for k, v in data.items()}
+        return {without_own_types(k): without_own_types(v) for k, v in data.items()}
     if type(data) in (list, tuple):
-        return type(data)(map(_without_own_types, data))
+        return type(data)(map(without_own_types, data))
     return data
 
 

@@ -25,8 +25,7 @@ from reshard.engine.progress import watched
 from reshard.engine.reading import Request, Verify, read_regions
 from reshard.engine.workers import default_threads
 from reshard.format.checksum import split_digests
-from reshard.format.torch_files import decode_stored
-from reshard.format.values import MAGIC, decode_value
+from reshard.format.torch_files import decode_stored, to_torch_file
 from reshard.planner import LoadItemType, LoadPlanner, ReadItem
 from reshard.planning.columns import DTYPES
 from reshard.plans.read_items import ReadItems, read_columns, untouched_reads
@@ -87,20 +86,11 @@ def _read(
         name = item.storage_index.fqn
         data = files.read_value(name, row)
         if not traits.decodes_values:
-            data = _as_torch_file(name, data, options.allow_pickle)
+            data = to_torch_file(name, data, options.allow_pickle)
         with _note_on_error(f"loading {name!r}"):
             planner.load_bytes(item, io.BytesIO(data))
         wanted_bytes += int(storage.manifest.value_nbytes[row])
     return wanted_bytes
-
-
-def _as_torch_file(name: str, data: bytes, allow_pickle: bool) -> bytes:
-    """A stored value as a torch.save file, which planners written for DCP expect."""
-    if data[: len(MAGIC)] != MAGIC:
-        return data
-    translated = io.BytesIO()
-    torch.save(decode_value(data, name, allow_pickle), translated)
-    return translated.getvalue()
 
 
 def read_values(names: Sequence[str], files: ShardFiles, storage: StorageMap) -> dict[str, bytes]:

@@ -17,19 +17,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.api import PlanError, _note_on_error
+from reshard.api import PlanError, UnsupportedLayoutError, _note_on_error
 from reshard.checkpoint.bases import Base
 from reshard.checkpoint.directory import shard_name
 from reshard.checkpoint.open_save import OpenSave
 from reshard.checkpoint.references import References
+from reshard.checkpoint.to_dcp import RECORD
 from reshard.engine.collector import paused_collection
 from reshard.engine.encoding import write_encoded_file
 from reshard.engine.fingerprints import Fingerprints, fingerprint_contents
 from reshard.engine.progress import watched
 from reshard.engine.streams import StreamExtension, stream_codec, write_streamed_file
+from reshard.engine.torch_records import is_savable, write_torch_records
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import Content, Written, region_key, write_file
 from reshard.format.codec import CODECS
+from reshard.format.torch_files import to_torch_file
 from reshard.format.values import is_pickled
 from reshard.planner import SavePlanner, WriteItem, WriteItemType
 from reshard.planning.columns import Ints
@@ -55,10 +58,14 @@ class WriteOptions:
     fingerprint: bool = False
     compress: str | None = None
     extensions: Sequence[StreamExtension] = ()
+    for_dcp: bool = False
+    """Whether contents become torch.save files, which is what DCP reads."""
 
     @property
     def codec(self) -> str:
         """The name of the codec that contents go through; empty without one."""
+        if self.for_dcp:
+            return ",".join([RECORD, *filter(None, [stream_codec(self.extensions)])])
         if self.extensions:
             return stream_codec(self.extensions)
         return CODECS[self.compress] if self.compress else ""
@@ -78,7 +85,8 @@ def write_items(
     Chunks that the base holds are referred to instead.
     """
     keeps_values = save_traits(planner).keeps_values
-    contents, pickled = collect_contents(items, planner, keeps_values, options.unchanged or ())
+    unchanged = options.unchanged or ()
+    contents, pickled = collect_contents(items, planner, keeps_values, unchanged, options.for_dcp)
     store = save.store
     if any(pickled):
         _warn_of_pickles([c.key for c, p in zip(contents, pickled, strict=True) if p], store)
@@ -104,7 +112,8 @@ def write_items(
     total_bytes = int(written.nbytes[rows].sum())
     with watched(f"saving {store.location}", total_bytes, options.shows_progress) as progress:
         for number, group in enumerate(groups if rows else []):
-            key = shard_name(rank, first + number, save.save_id)
+            suffix = ".distcp" if options.for_dcp else ".safetensors"
+            key = shard_name(rank, first + number, save.save_id, suffix)
             save.written.append(key)
             try:
                 chosen = [contents[row] for row in group]
@@ -128,6 +137,22 @@ def write_items(
     return WriteResults(items, written)
 
 
+def check_savable(items: Sequence[WriteItem]) -> None:
+    """Refuse tensors that torch.save cannot write."""
+    columns = untouched_items(items)
+    if columns is not None:
+        dtypes = ((name, dtype) for name, dtype, *_ in columns.tensor_rows() if dtype is not None)
+    else:
+        planned = ((item.index.fqn, item.tensor_data) for item in items)
+        dtypes = ((name, data.properties.dtype) for name, data in planned if data is not None)
+    for name, dtype in dtypes:
+        if not is_savable(dtype):
+            raise UnsupportedLayoutError(
+                f"{name!r} has the dtype {dtype}, which torch.save cannot write, and so no "
+                "checkpoint of DCP can hold. Save it with format='reshard', or as bytes"
+            )
+
+
 def _number_codec(codecs: list[str], name: str) -> int:
     """The number of a codec among those that a save uses; 0 without one."""
     if name and name not in codecs:
@@ -144,6 +169,8 @@ def _write_file(
     advance: Callable[[int], None],
 ) -> Written:
     store, durable, fingerprint = save.store, options.durable, options.fingerprint
+    if options.for_dcp:
+        return write_torch_records(store, key, contents, options.extensions, durable, advance)
     if options.extensions:
         return write_streamed_file(
             store, key, contents, options.extensions, durable, advance, save.save_id, fingerprint
@@ -176,11 +203,15 @@ def _warn_of_pickles(keys: Sequence[str], store: Store) -> None:
 
 
 def collect_contents(
-    items: Sequence[WriteItem], planner: Any, keeps_values: bool, unchanged: Collection[str]
+    items: Sequence[WriteItem],
+    planner: Any,
+    keeps_values: bool,
+    unchanged: Collection[str],
+    for_dcp: bool = False,
 ) -> tuple[list[Content], list[bool]]:
     """What to write for each item, and whether it is a pickle."""
     with paused_collection():
-        found = _Collector(planner, unchanged)
+        found = _Collector(planner, unchanged, for_dcp)
         columns = untouched_items(items)
         if columns is not None and keeps_values:
             found.add_rows(columns, planner.state_dict)
@@ -193,7 +224,8 @@ def collect_contents(
 class _Collector:
     """Collects contents, and whether each is a pickle."""
 
-    def __init__(self, planner: SavePlanner, unchanged: Collection[str]) -> None:
+    def __init__(self, planner: SavePlanner, unchanged: Collection[str], for_dcp: bool) -> None:
+        self._for_dcp = for_dcp
         self._unchanged = unchanged
         self.contents: list[Content] = []
         self.pickled: list[bool] = []
@@ -204,8 +236,13 @@ class _Collector:
         data = item.tensor_data
         if item.type is WriteItemType.BYTE_IO:
             view = _value_bytes(self._planner, item)
+            is_pickle = is_pickled(view) and not self._for_dcp
+            if self._for_dcp:
+                # What was just encoded here may be decoded.
+                name = item.index.fqn
+                view = memoryview(to_torch_file(name, bytes(view), allow_pickle=True))
             self._append(item.index.fqn, torch.uint8, (len(view),), len(view), view)
-            self.pickled[-1] = is_pickled(view)
+            self.pickled[-1] = is_pickle
             return
         if data is None:
             raise PlanError(f"the write item of {item.index.fqn!r} has no tensor_data")

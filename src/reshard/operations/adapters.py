@@ -36,6 +36,7 @@ from reshard.plans.traits import load_traits, save_traits
 from reshard.storage import StorageReader, StorageWriter, parameters_of, takes_any_keyword
 from reshard.tensors import dcp_types
 from reshard.tensors.dcp_modules import is_of_dcp, originals
+from reshard.tensors.flatten import Rules
 from reshard.tensors.shards_for_torch import with_shards_for_torch
 
 Place = str | os.PathLike[str]
@@ -55,7 +56,7 @@ def adapt_for_save(writer: StorageWriter, planner: SavePlanner) -> ForSave:
         planner = _TorchSavePlanner(planner)
     if not _is_torchs(writer, StorageWriter):
         return ForSave(writer, planner, {})
-    return ForSave(_TorchWriter(writer), planner, {"dcp_rules": True})
+    return ForSave(_TorchWriter(writer), planner, {"rules": Rules.DCP, "finds_ties": False})
 
 
 def adapt_for_load(

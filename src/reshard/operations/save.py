@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.api import PlanError, StalePlanError
 from reshard.background.queue import save_queue
@@ -40,6 +41,7 @@ from reshard.plans.wire import (
 )
 from reshard.rank_values import name_rank_values
 from reshard.storage import StorageWriter
+from reshard.tensors.flatten import Rules
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class SaveSettings:
     compress: str | None = None
     fingerprint: bool = False
     check_replicas: bool = False
+    format: str = "reshard"
     unchanged: Mapping[str, bytes] | None = None
     """The digests of tensors that the state dict holds no data of, since the base does."""
 
@@ -66,6 +69,11 @@ class SaveSettings:
             )
         check_compress(self.compress)
         asked = {"base": self.base, "compress": self.compress, "fingerprint": self.fingerprint}
+        if self.is_for_dcp:
+            self._check_for_dcp(asked)
+        elif self.format != "reshard":
+            raise ValueError(f"format is 'reshard' or 'dcp', not {self.format!r}")
+        asked["format"] = self.is_for_dcp
         taken = getattr(writer, "call_settings", ())
         for name, value in asked.items():
             if value and name not in taken:
@@ -74,15 +82,42 @@ class SaveSettings:
                     f"storage that has it in call_settings, or leave {name} out"
                 )
 
-    def apply(self, writer: StorageWriter) -> contextlib.AbstractContextManager[None]:
-        """Set what a call asks of its storage, until the context ends."""
-        return overridden(
-            writer,
-            base=self.base,
-            unchanged=self.unchanged,
-            compress=self.compress,
-            fingerprint=self.fingerprint or None,
-        )
+    @property
+    def is_for_dcp(self) -> bool:
+        return self.format == "dcp"
+
+    def _check_for_dcp(self, asked: Mapping[str, Any]) -> None:
+        for name, value in asked.items():
+            if value:
+                raise ValueError(
+                    f"format='dcp' takes no {name}: checkpoints of torch.distributed.checkpoint "
+                    f"have no place for it. Leave {name} or format out"
+                )
+        if not self.use_collectives:
+            raise ValueError(
+                "format='dcp' takes no use_collectives=False: DCP would keep a file of each rank "
+                "under a fixed name, and those cannot be committed together. Leave one of them out"
+            )
+
+    @contextlib.contextmanager
+    def apply(self, writer: StorageWriter, planner: SavePlanner) -> Iterator[None]:
+        """Set what a call asks of its storage and its planner, until the context ends."""
+        with (
+            overridden(
+                writer,
+                base=self.base,
+                unchanged=self.unchanged,
+                compress=self.compress,
+                fingerprint=self.fingerprint or None,
+                format=self.format if self.is_for_dcp else None,
+            ),
+            overridden(
+                planner,
+                rules=Rules.DCP if self.is_for_dcp else None,
+                takes_composites=False if self.is_for_dcp else None,
+            ),
+        ):
+            yield
 
     def absolute(self) -> SaveSettings:
         """The same for later, or for another process: relative paths are taken from here."""
@@ -153,7 +188,7 @@ class Save:
         """Save, or leave nothing behind."""
         try:
             with (
-                self.job.settings.apply(self.writer),
+                self.job.settings.apply(self.writer, self.planner),
                 overridden(self.planner, **self._planner_settings),
                 self._quiet,
             ):

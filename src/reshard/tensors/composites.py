@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from reshard.api import CheckpointException, CoverageError, ShapeMismatchError, StateDictError
+from reshard.api import (
+    CheckpointException,
+    CoverageError,
+    ShapeMismatchError,
+    StateDictError,
+    UnsupportedLayoutError,
+)
 from reshard.format.values import OpaqueValue, encode_value, is_pickled
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.nesting import Walk
@@ -77,6 +83,17 @@ def expand_for_save(flat: dict[str, Any], paths: Mapping[str, StatePath]) -> tup
             expanded[its_name] = leaf
             new_paths[its_name] = its_path
     return expanded, new_paths
+
+
+def refuse_composites(expanded: Mapping[str, Any]) -> None:
+    """Raise for composite tensors, in a state dict that has their parts in their place."""
+    for name, value in expanded.items():
+        if isinstance(value, OpaqueValue) and name.endswith(f".{KIND}"):
+            raise UnsupportedLayoutError(
+                f"{name.removesuffix(f'.{KIND}')!r} is a {value.value[0]}, which consists of other "
+                "tensors: checkpoints of DCP have no place for their parts. Save it with "
+                "format='reshard', or save plain tensors, such as what it dequantizes to"
+            )
 
 
 def split_composites(state_dict: Mapping[str, Any]) -> Any:
