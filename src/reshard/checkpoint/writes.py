@@ -28,7 +28,7 @@ from reshard.engine.encoding import write_encoded_file
 from reshard.engine.fingerprints import Fingerprints, fingerprint_contents
 from reshard.engine.progress import watched
 from reshard.engine.streams import StreamExtension, stream_codec, write_streamed_file
-from reshard.engine.torch_records import is_savable, write_torch_records
+from reshard.engine.torch_writing import is_savable, write_torch_records
 from reshard.engine.workers import default_threads
 from reshard.engine.writing import Content, Written, region_key, write_file
 from reshard.format.codec import CODECS
@@ -238,9 +238,8 @@ class _Collector:
             view = _value_bytes(self._planner, item)
             is_pickle = is_pickled(view) and not self._for_dcp
             if self._for_dcp:
-                # What was just encoded here may be decoded.
-                name = item.index.fqn
-                view = memoryview(to_torch_file(name, bytes(view), allow_pickle=True))
+                converted = to_torch_file(item.index.fqn, bytes(view), allow_pickle=True)
+                view = memoryview(converted)
             self._append(item.index.fqn, torch.uint8, (len(view),), len(view), view)
             self.pickled[-1] = is_pickle
             return

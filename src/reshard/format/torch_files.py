@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickletools
+import sys
 import zipfile
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from reshard.api import CorruptCheckpointError, UnsafeValueError, UnsupportedFor
 from reshard.format.container import BytesSource
 from reshard.format.torch_trees import Closed, read_tree, to_objects
 from reshard.format.torch_zip import ZIP_MAGIC, Archive, StoredTensor
-from reshard.format.values import MAGIC, decode_value
+from reshard.format.values import MAGIC, decode_value, is_pickled, pickle_of
 
 
 def decode_stored(fqn: str, data: bytes, allow_pickle: bool) -> Any:
@@ -54,12 +55,21 @@ def _leave_closed(tensor: StoredTensor) -> NoReturn:
 
 
 def to_torch_file(fqn: str, data: bytes, allow_pickle: bool) -> bytes:
-    """A stored value as a torch.save file, which DCP and planners written for it expect."""
+    """A stored value as a torch.save file, which DCP and planners written for it expect.
+
+    A pickle is not opened; without `allow_pickle` it is refused.
+    """
     if data[: len(MAGIC)] != MAGIC:
         return data
-    translated = io.BytesIO()
-    torch.save(decode_value(data, fqn, allow_pickle), translated)
-    return translated.getvalue()
+    made = io.BytesIO()
+    if not (is_pickled(data) and allow_pickle):
+        torch.save(decode_value(data, fqn), made)
+        return made.getvalue()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle_of(data, fqn))
+        archive.writestr("archive/byteorder", sys.byteorder)
+        archive.writestr("archive/version", "3\n")
+    return made.getvalue()
 
 
 def _check_torch_file(fqn: str, data: bytes) -> None:

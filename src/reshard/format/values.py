@@ -114,6 +114,11 @@ def is_pickled(data: bytes | memoryview) -> bool:
     return bytes(data[:5]) == MAGIC + PICKLED
 
 
+def pickle_of(data: bytes, fqn: str) -> bytes:
+    """The pickle in a value that is stored as one."""
+    return bytes(_split_name(memoryview(data)[5:], fqn)[1])
+
+
 def decode_value(data: bytes, fqn: str, allow_pickle: bool = False) -> Any:
     """The value that `encode_value` encoded. Runs no code unless `allow_pickle`."""
     kind, payload = data[4:5], memoryview(data)[5:]
