@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 
 from reshard.operations.comparison import Comparison, compare
-from reshard.operations.conversion import ConversionSettings, export_safetensors, save_again
+from reshard.operations.conversion import (
+    ConversionSettings,
+    export_safetensors,
+    export_torch_file,
+    save_again,
+)
 from reshard.operations.ranks import Ranks
 from reshard.operations.upkeep import delete as _delete
 from reshard.operations.upkeep import make_whole
@@ -43,7 +48,7 @@ def delete(checkpoint_id: str | os.PathLike[str], *, materialise: bool = False) 
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    format: Literal["reshard", "huggingface"],
+    format: Literal["reshard", "huggingface", "dcp", "torch"],
     *,
     keys: Sequence[str] | str | None = None,
     exclude: Sequence[str] | str = (),
@@ -51,6 +56,7 @@ def convert(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
+    allow_pickle: bool = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
@@ -62,6 +68,9 @@ def convert(
     - `"reshard"`: a checkpoint of ours.
     - `"huggingface"`: safetensors files of at most `max_shard_size`, with an index if there are
       several. They hold tensors only. Of names that shared memory, the first is kept.
+    - `"dcp"`: a checkpoint that `torch.distributed.checkpoint` loads.
+    - `"torch"`: one file, as `torch.save` writes the nested state dict. Its values are decoded for
+      that, so those that are stored as pickles need `allow_pickle`. One process writes it.
 
     `keys` chooses names, or what names begin with up to a dot; `exclude` leaves out those that
     match a pattern (`*` and `?` as in a shell). `rename` is as for `load`: `{"model": ""}` takes a
@@ -72,14 +81,18 @@ def convert(
     its ranks call this and share the work. If anything fails, or is interrupted, nothing is left
     behind and what was at the destination before is still there.
     """
-    settings = ConversionSettings(keys, exclude, rename, dtype, max_shard_size, overwrite)
+    settings = ConversionSettings(
+        keys, exclude, rename, dtype, max_shard_size, overwrite, allow_pickle
+    )
     ranks = Ranks(process_group, no_dist)
     if format == "huggingface":
         export_safetensors(source, destination, settings, ranks)
-    elif format == "reshard":
-        save_again(source, destination, settings, ranks)
+    elif format == "torch":
+        export_torch_file(source, destination, settings, ranks)
+    elif format in ("reshard", "dcp"):
+        save_again(source, destination, settings, ranks, format)
     else:
-        raise ValueError(f"format is 'reshard' or 'huggingface', not {format!r}")
+        raise ValueError(f"format is 'reshard', 'huggingface', 'dcp' or 'torch', not {format!r}")
 
 
 def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:

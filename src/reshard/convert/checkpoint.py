@@ -11,7 +11,7 @@ import torch
 from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.copying import regions_of
-from reshard.convert.selection import Selection, pick_tensors
+from reshard.convert.selection import Selection, check_plain, pick_tensors
 from reshard.default_planner import DefaultSavePlanner
 from reshard.metadata import STATE_DICT_TYPE, StorageMeta
 from reshard.planner import SavePlan, WriteItem, WriteItemType
@@ -48,8 +48,10 @@ class StoredPlanner(DefaultSavePlanner):
         self.state_dict = {}
         names = self._selection.names([*m.tensor_names, *m.value_names])
         self._values = {names[name]: row for row, name in enumerate(m.value_names) if name in names}
+        if not self.takes_composites:
+            check_plain(self._values, self._source.location, "a checkpoint of DCP")
         stored = unpack_planner_data(m.planner_data, self._source.location, allow_pickle=False)
-        self.mappings = _renamed_paths(stored, names)
+        self.mappings = renamed_paths(stored, names)
         self._items = self._build_items(names)
 
     def _build_items(self, names: Mapping[str, str]) -> WriteItems:
@@ -96,14 +98,15 @@ class StoredPlanner(DefaultSavePlanner):
         return region.to(data.properties.dtype)
 
 
-def _renamed_paths(stored: Any, names: Mapping[str, str]) -> PathMap:
+def renamed_paths(stored: Any, names: Mapping[str, str]) -> PathMap:
     """The paths of what is saved. Parts that a new name ends with stay what they are."""
     paths = PathMap()
     if not isinstance(stored, PathMap):
         return paths
-    for name, new in names.items():
-        if name in stored:
-            paths[new] = stored[name] if new == name else _renamed_path(stored[name], new)
+    for name, path in stored.items():
+        if name in names:
+            new = names[name]
+            paths[new] = path if new == name else _renamed_path(path, new)
     if list(names) == list(names.values()):
         paths.empties = stored.empties
     return paths

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from reshard.api import MissingKeyError
+from reshard.api import MissingKeyError, UnsupportedFormatError
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.plans.mismatches import describe_missing
+from reshard.tensors.composites import KIND
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,17 @@ class Selection:
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """What a tensor of `dtype` becomes."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+
+def check_plain(names: Iterable[str], where: str, target: str) -> None:
+    """Refuse composite tensors, which are stored as parts that only their class understands."""
+    for name in names:
+        if name.endswith(f".{KIND}"):
+            whose = name.removesuffix(KIND)
+            raise UnsupportedFormatError(
+                f"{whose[:-1]!r} of {where} consists of other tensors, and {target} has no place "
+                f"for its parts. Leave it out with exclude={f'{whose}*'!r}"
+            )
 
 
 def pick_tensors(

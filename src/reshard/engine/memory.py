@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 
@@ -38,6 +40,22 @@ def tensor_in(
     # As a tensor that is nobody's view, as if it had been allocated.
     # Extents one by one: torch takes longer to look into a tuple.
     return flat if len(shape) == 1 else (flat.view(*shape) if shape else flat[0]).data
+
+
+class ReservedAddresses:
+    """Addresses that stand for memory and take none, as long as this object lives.
+
+    `view` is to be looked at by nobody, and must not be written to.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.view = memoryview(b"")
+        if nbytes:
+            # What can only be read is never counted as memory in use, whatever its size.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._pages = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ)
+            address = np.frombuffer(self._pages, dtype=np.uint8).ctypes.data
+            self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 class BounceBuffer:

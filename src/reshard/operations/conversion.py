@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -23,6 +24,7 @@ from reshard.convert.safetensors import (
     split_into_files,
 )
 from reshard.convert.selection import Selection, pick_tensors
+from reshard.convert.torch_save import TorchFile, check_may_write
 from reshard.coordination.channel import Channel
 from reshard.coordination.exchange import TextExchange
 from reshard.coordination.pairing import Intent
@@ -30,7 +32,7 @@ from reshard.filesystem import FileSystemWriter
 from reshard.foreign.opening import open_manifest
 from reshard.operations.ranks import Ranks
 from reshard.operations.renaming import Rename, name_changer
-from reshard.operations.save import Save, SaveJob
+from reshard.operations.save import Save, SaveJob, SaveSettings
 from reshard.operations.targets import Place, SaveTarget, comparable_place
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
@@ -51,6 +53,7 @@ class ConversionSettings:
     dtype: torch.dtype | str | None = None
     max_shard_size: int | str = "5GB"
     overwrite: bool = False
+    allow_pickle: bool = False
 
     def selection(self) -> Selection:
         return Selection(
@@ -92,15 +95,34 @@ def export_safetensors(
             Export(tensors, store, files, token).run(channel, notes, index)
 
 
-def save_again(source: Place, target: Place, settings: ConversionSettings, ranks: Ranks) -> None:
-    """Save a checkpoint of any kind as one of ours. Called by all ranks."""
+def export_torch_file(
+    source: Place, target: Place, settings: ConversionSettings, ranks: Ranks
+) -> None:
+    """Write what a checkpoint holds as one file of torch.save. The coordinator does it."""
+    path = Path(target)
+    channel = ranks.open_channel(Intent("export", f"export to {comparable_place(target)!r}"))
+    with channel, _opened(source, channel) as tensors:
+
+        def export() -> None:
+            check_may_write(path, settings.overwrite)
+            file = TorchFile(tensors, settings.selection(), path, settings.allow_pickle)
+            file.write(new_token(), shows_progress=True)
+
+        channel.do_together("export", export if channel.is_coordinator else lambda: None)
+
+
+def save_again(
+    source: Place, target: Place, settings: ConversionSettings, ranks: Ranks, format: str
+) -> None:
+    """Save a checkpoint of any kind as one of ours, or of DCP. Called by all ranks."""
     save_to = SaveTarget(
         FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite), None
     )
     channel = ranks.open_channel(save_to.intent("convert", True))
     with channel, _opened(source, channel) as tensors:
         planner = StoredPlanner(tensors, settings.selection())
-        Save(SaveJob({}, save_to.choose_writer(), planner), channel).run()
+        job = SaveJob({}, save_to.choose_writer(), planner, SaveSettings(format=format))
+        Save(job, channel).run()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,6 +54,29 @@ def storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors, arrays and other objects use the storage of this tensor."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
+
+
+def storages_in_order(value: Any) -> list[torch.UntypedStorage]:
+    """The storages of the tensors in `value`, in the order in which torch.save numbers them."""
+    search = _StorageSearch(io.BytesIO(), protocol=2)
+    search.dump(value)
+    return list(search.found.values())
+
+
+class _StorageSearch(pickle.Pickler):
+    """Pickles as torch.save does, and notes what that keeps outside of its pickle."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, thing: Any) -> str | None:
+        if isinstance(thing, torch.storage.TypedStorage):
+            thing = thing._untyped_storage
+        if not isinstance(thing, torch.UntypedStorage):
+            return None
+        self.found.setdefault(thing._cdata, thing)
+        return "storage"
 
 
 class Stamp(NamedTuple):
