@@ -69,12 +69,13 @@ def convert(
     - `"huggingface"`: safetensors files of at most `max_shard_size`, with an index if there are
       several. They hold tensors only. Of names that shared memory, the first is kept.
     - `"dcp"`: a checkpoint that `torch.distributed.checkpoint` loads.
-    - `"torch"`: one file, as `torch.save` writes the nested state dict. Its values are decoded for
-      that, so those that are stored as pickles need `allow_pickle`. One process writes it.
+    - `"torch"`: one file, as `torch.save` writes the nested state dict. One process writes it.
 
     `keys` chooses names, or what names begin with up to a dot; `exclude` leaves out those that
     match a pattern (`*` and `?` as in a shell). `rename` is as for `load`: `{"model": ""}` takes a
-    prefix away. `dtype` is what floating-point tensors are converted to.
+    prefix away. `dtype` is what floating-point tensors are converted to. Values that have to be
+    decoded, since the formats keep them in different ways, need `allow_pickle` if they are stored
+    as pickles.
 
     Data is streamed: memory does not depend on the size of the model, some hundreds of megabytes
     at most. Checksums that the source has are compared on the way. With a process group, all of

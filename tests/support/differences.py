@@ -317,7 +317,63 @@ def error_of_integers_in_shards(library: Library) -> type[BaseException] | None:
         )
 
 
+@contextlib.contextmanager
+def file_of_torch_save(**state: Any) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt"
+        torch.save(state, path)
+        yield path
+
+
+def value_from_a_file_of_torch_save(library: Library) -> Any:
+    """What a process on its own loads, or that it cannot."""
+    found = {"w": torch.zeros(2), "step": 0}
+    tools = library.format_utils
+    with file_of_torch_save(w=torch.ones(2), step=3) as path, contextlib.suppress(BaseException):
+        library.root.load(
+            found,
+            storage_reader=tools.BroadcastingTorchSaveReader(path),
+            planner=tools.DynamicMetaLoadPlanner(),
+            no_dist=True,
+        )
+    return found["step"]
+
+
+def error_of_a_missing_key_in_a_file(library: Library) -> Any:
+    """Which error the planner raises for a key that only the metadata could tell about."""
+    planner = library.format_utils.DynamicMetaLoadPlanner()
+    stored = library.plan({"other": torch.ones(2)})[1]
+    planner.set_up_planner({"w": torch.zeros(2)}, stored, True)
+    return raised_by(planner.create_local_plan)
+
+
+def key_of_a_converted_file(library: Library) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        library.root.save(
+            {"state": {0: torch.ones(2)}}, checkpoint_id=f"{folder}/step", no_dist=True
+        )
+        library.format_utils.dcp_to_torch_save(f"{folder}/step", f"{folder}/model.pt")
+        return list(torch.load(f"{folder}/model.pt")["state"])
+
+
+def converting_a_file_runs_its_pickle(library: Library) -> bool:
+    with file_of_torch_save() as path:
+        made = path.parent / "made"
+        torch.save({"bomb": Bomb(made)}, path)
+        with contextlib.suppress(Exception):
+            library.format_utils.torch_save_to_dcp(path, path.parent / "step")
+        return made.exists()
+
+
 DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
+    "format_utils.BroadcastingTorchSaveReader": (value_from_a_file_of_torch_save, 0, 3),
+    "format_utils.DynamicMetaLoadPlanner": (
+        error_of_a_missing_key_in_a_file,
+        None,
+        api.MissingKeyError,
+    ),
+    "format_utils.dcp_to_torch_save": (key_of_a_converted_file, ["0"], [0]),
+    "format_utils.torch_save_to_dcp": (converting_a_file_runs_its_pickle, True, False),
     "api.CheckpointException": (
         lambda library: issubclass(library.root.CheckpointException, Exception),
         False,

@@ -25,7 +25,6 @@ SHIMS = {
     "_nested_dict",
     "_sharded_tensor_utils",
     "_traverse",
-    "format_utils",
     "planner_helpers",
     "state_dict",
     "utils",

@@ -257,7 +257,6 @@ def attempt(path):
 @pytest.mark.parametrize(
     "source",
     [
-        f"from {DCP}.format_utils import dcp_to_torch_save",
         f"from {DCP}._fsspec_filesystem import FsspecWriter",
         f"import {DCP}._experimental",
     ],

@@ -125,10 +125,6 @@ NOT_YET = {
     "filesystem.FileSystem": "stores",
     "filesystem.FileSystemBase": "stores",
     "filesystem.SerializationFormat": "stores",
-    "format_utils.BroadcastingTorchSaveReader": "conversion",
-    "format_utils.DynamicMetaLoadPlanner": "conversion",
-    "format_utils.dcp_to_torch_save": "conversion",
-    "format_utils.torch_save_to_dcp": "conversion",
 }
 # Modules that no user code imports from: logging of torch's own, and a geometry helper.
 INTERNAL = {"logger", "logging_handlers", "resharding"}

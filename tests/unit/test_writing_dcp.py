@@ -385,3 +385,18 @@ def test_the_metadata_of_the_save_says_where_things_are(tmp_path: Path) -> None:
         (index.fqn, info.relative_path, info.offset, info.length)
         for index, info in stored.storage_data.items()
     }
+
+
+def test_what_was_written_for_dcp_is_read_here_as_well(tmp_path: Path) -> None:
+    weight = torch.randn(4, 3)
+    state = {"samples": {name: sample(name) for name in SHAPES}, "step": 3, "text": ["é"]}
+    save({**state, "embedding": weight, "head": weight}, tmp_path)
+
+    found = reshard.read_state_dict(tmp_path)
+
+    samples = found["samples"]
+    assert [name for name in SHAPES if not same_bits(samples[name], sample(name))] == []
+    assert found["step"] == 3
+    assert found["text"] == ["é"]
+    assert torch.equal(found["embedding"], weight)
+    assert torch.equal(found["head"], weight)

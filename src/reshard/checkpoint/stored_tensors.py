@@ -31,10 +31,11 @@ class StoredTensors:
         manifest: Manifest,
         verify: Verify = Verify.CHUNKS,
         registry: object = None,
+        allow_pickle: bool = False,
     ) -> None:
         self.manifest = manifest
         self.location = store.location
-        self._files = ShardFiles(store, manifest, verify)
+        self._files = ShardFiles(store, manifest, verify, registry, allow_pickle)
         self._lock = threading.Lock()
 
     def close(self) -> None:

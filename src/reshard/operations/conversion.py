@@ -101,7 +101,7 @@ def export_torch_file(
     """Write what a checkpoint holds as one file of torch.save. The coordinator does it."""
     path = Path(target)
     channel = ranks.open_channel(Intent("export", f"export to {comparable_place(target)!r}"))
-    with channel, _opened(source, channel) as tensors:
+    with channel, _opened(source, channel, settings.allow_pickle) as tensors:
 
         def export() -> None:
             check_may_write(path, settings.overwrite)
@@ -119,19 +119,20 @@ def save_again(
         FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite), None
     )
     channel = ranks.open_channel(save_to.intent("convert", True))
-    with channel, _opened(source, channel) as tensors:
+    with channel, _opened(source, channel, settings.allow_pickle) as tensors:
         planner = StoredPlanner(tensors, settings.selection())
         job = SaveJob({}, save_to.choose_writer(), planner, SaveSettings(format=format))
         Save(job, channel).run()
 
 
 @contextlib.contextmanager
-def _opened(source: Place, channel: Channel) -> Iterator[StoredTensors]:
+def _opened(source: Place, channel: Channel, allow_pickle: bool = False) -> Iterator[StoredTensors]:
     found: list[StoredTensors] = []
 
     def open_source() -> None:
         save_queue().settle(comparable_place(source))
-        found.append(StoredTensors(*open_manifest(LocalStore(source))))
+        store, manifest = open_manifest(LocalStore(source))
+        found.append(StoredTensors(store, manifest, allow_pickle=allow_pickle))
 
     channel.do_together("open", open_source)
     with contextlib.closing(found[0]):
