@@ -61,6 +61,9 @@ class Base(Protocol):
     def hash(self, candidate: Candidate, expected_probe: int | None) -> Hashed:
         """The probe and digest of stored bytes; no digest if another probe is expected."""
 
+    def known_hash(self, candidate: Candidate) -> Hashed | None:
+        """The same, if it is known without reading the bytes."""
+
     def check_unchanged(self) -> None:
         """Raise if the base was replaced, or is being deleted."""
 
@@ -156,6 +159,9 @@ class StoredCheckpoint:
     def hash(self, candidate: Candidate, expected_probe: int | None) -> Hashed:
         if candidate.hashed is None:
             raise ValueError("the candidate is of another base")
+        return candidate.hashed
+
+    def known_hash(self, candidate: Candidate) -> Hashed | None:
         return candidate.hashed
 
     def check_unchanged(self) -> None:
@@ -259,21 +265,29 @@ class PlainFiles:
         return None
 
     def hash(self, candidate: Candidate, expected_probe: int | None) -> Hashed:
-        file, begin, nbytes = candidate.file, candidate.begin, candidate.stored_nbytes
-        place = (
+        place = self._place(candidate)
+        found = _hashes().get(place)
+        if found is None or (found.digest is None and expected_probe in (None, found.probe)):
+            with contextlib.closing(self._there.open_reader(candidate.file.path)) as reader:
+                found = _hash_range(
+                    reader, candidate.begin, candidate.stored_nbytes, expected_probe
+                )
+            _hashes()[place] = found
+        return found
+
+    def known_hash(self, candidate: Candidate) -> Hashed | None:
+        return _hashes().get(self._place(candidate))
+
+    def _place(self, candidate: Candidate) -> tuple[object, ...]:
+        """What bytes are known by, as long as nobody writes to the file."""
+        file = candidate.file
+        return (
             self._there.location,
             file,
             self._there.modified(file.path),
-            begin,
-            nbytes,
+            candidate.begin,
+            candidate.stored_nbytes,
         )
-        known = _hashes()
-        found = known.get(place)
-        if found is None or (found.digest is None and expected_probe in (None, found.probe)):
-            with contextlib.closing(self._there.open_reader(file.path)) as reader:
-                found = _hash_range(reader, begin, nbytes, expected_probe)
-            known[place] = found
-        return found
 
     def check_unchanged(self) -> None:
         """Nothing tells; whoever reads it verifies every chunk."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 
@@ -52,33 +50,6 @@ def storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors, arrays and other objects use the storage of this tensor."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
-
-
-class Stamp(NamedTuple):
-    """Which memory a tensor has, and how often it was changed in ways that autograd sees.
-
-    Equal stamps are of the same storage: a weak reference keeps its address from being reused.
-    """
-
-    storage: StorageWeakRef
-    address: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    version: int
-
-
-def stamp_of(tensor: torch.Tensor) -> Stamp:
-    # Tensors made in inference mode have no version counter.
-    version = -1 if tensor.is_inference() else tensor._version
-    return Stamp(
-        StorageWeakRef(tensor.untyped_storage()),  # type: ignore[no-untyped-call]
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        version,
-    )
 
 
 def is_allocated(tensor: torch.Tensor) -> bool:
