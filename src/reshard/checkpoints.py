@@ -35,7 +35,8 @@ def delete(checkpoint_id: str | os.PathLike[str], *, materialise: bool = False) 
 
     Looked at are all checkpoints in the same folder, and saves to it that are under way. With
     `materialise`, those that refer to it are made whole first; otherwise a `CheckpointInUseError`
-    names them. What is not of a checkpoint stays.
+    names them. What is not of a checkpoint stays; checkpoints of other formats, and links to
+    checkpoints, are refused.
     """
     _delete(checkpoint_id, materialise)
 

@@ -164,9 +164,8 @@ def test_a_reference_through_a_link_is_seen(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("a")
     save(tmp_path / "b", 1, base=tmp_path / "latest")
 
-    for name in ("a", "latest"):
-        with pytest.raises(CheckpointInUseError, match="/b"):
-            reshard.delete(tmp_path / name)
+    with pytest.raises(CheckpointInUseError, match="/b"):
+        reshard.delete(tmp_path / "a")
 
 
 def test_odd_neighbours_are_no_reason_to_keep_a_checkpoint(tmp_path: Path) -> None:

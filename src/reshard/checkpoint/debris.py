@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from reshard.api import CheckpointInUseError, CheckpointNotFoundError
+from reshard.api import CheckpointInUseError, CheckpointNotFoundError, UnsupportedFormatError
 from reshard.checkpoint.dependents import claims_in, dependents_of, files_in_use
 from reshard.checkpoint.directory import (
     CLAIM,
@@ -21,6 +21,7 @@ from reshard.checkpoint.directory import (
     delete_quietly,
     deletion_name,
     has_checkpoint,
+    has_foreign_manifest,
     is_being_deleted,
     put_new,
     token_of,
@@ -92,6 +93,12 @@ def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None
         is_there = False
     if not is_there:
         raise CheckpointNotFoundError(f"there is no checkpoint at {store.location} to delete")
+    if has_foreign_manifest(store):
+        raise UnsupportedFormatError(
+            f"{store.location} is not deleted: its {MANIFEST} is no manifest of reshard, but of "
+            "torch.distributed.checkpoint or of something else. If nobody needs what is there, "
+            "remove the directory yourself"
+        )
     announcement = deletion_name()
     try:
         if is_being_deleted(store):

@@ -23,6 +23,7 @@ from reshard.format.checks import check_manifest
 from reshard.format.manifest import (
     MANIFEST_LIMIT_BYTES,
     decode_manifest,
+    looks_like_manifest,
     read_manifest_bytes,
     read_requirements,
 )
@@ -187,6 +188,18 @@ def requirements(store: Store) -> set[str]:
     reader = store.open_reader(MANIFEST)
     try:
         return read_requirements(reader, f"{MANIFEST} of {store.location}")
+    finally:
+        reader.close()
+
+
+def has_foreign_manifest(store: Store) -> bool:
+    """Whether the file with the name of the manifest is something else, such as DCP's."""
+    try:
+        reader = store.open_reader(MANIFEST)
+    except FileNotFoundError:
+        return False
+    try:
+        return not looks_like_manifest(reader)
     finally:
         reader.close()
 
