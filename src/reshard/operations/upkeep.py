@@ -35,8 +35,8 @@ def delete(checkpoint: Place, make_dependents_whole: bool) -> None:
     store = _open(checkpoint)
     if os.path.islink(store.location):
         raise ValueError(
-            f"{os.fspath(checkpoint)!r} is a link to {os.path.realpath(checkpoint)!r}: pass that to "
-            "delete the checkpoint, or remove the link yourself"
+            f"{os.fspath(checkpoint)!r} is a link to {os.path.realpath(checkpoint)!r}: pass that "
+            "to delete the checkpoint, or remove the link yourself"
         )
     delete_checkpoint(store, make_one_whole if make_dependents_whole else None)
 
