@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from reshard.api import (
     UnsupportedFormatError,
 )
 from reshard.checkpoint.bases import PlainFiles, open_base
-from reshard.checkpoint.directory import deletion_name, read_manifest
+from reshard.checkpoint.directory import deletion_name, deletion_text, read_manifest
 from reshard.engine.writing import Content
 from reshard.stores.local import LocalStore
 from support.samples import same_bits
@@ -86,11 +88,13 @@ def test_a_base_that_is_a_file(tmp_path: Path) -> None:
 
 def test_a_base_that_is_being_deleted(tmp_path: Path) -> None:
     reshard.save(tensors(), checkpoint_id=tmp_path / "a")
-    (tmp_path / "a" / deletion_name()).write_text("")
+    (tmp_path / "a" / deletion_name()).write_bytes(deletion_text())
 
-    assert refusal(BaseError, tmp_path / "b", tmp_path / "a") == (
-        f"the base cannot be used: {tmp_path / 'a'} is being deleted. Save without a base, or with "
-        "another"
+    assert re.fullmatch(
+        rf"the base cannot be used: {tmp_path / 'a'} is being deleted \({socket.gethostname()}, "
+        rf"process {os.getpid()}, since 2.*\)\. Save without a base, or with another\. If that "
+        rf"process is gone, remove '{deletion_name()}' from {tmp_path / 'a'}; after a day .*",
+        refusal(BaseError, tmp_path / "b", tmp_path / "a"),
     )
 
 

@@ -322,8 +322,7 @@ def test_a_save_that_begins_after_its_base_was_announced_to_be_deleted_fails(
     with pytest.raises(BaseError) as raised:
         save(tmp_path / "b", 1, base=tmp_path / "a")
     assert str(raised.value).startswith(
-        f"the base cannot be used: {tmp_path / 'a'} is being deleted. Save without a base, or with "
-        "another"
+        f"the base cannot be used: {tmp_path / 'a'} is being deleted (another process, since "
     )
     assert not (tmp_path / "b").exists()
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from reshard.api import BaseError, CheckpointException
-from reshard.checkpoint.directory import MANIFEST, is_being_deleted, is_shard_name, read_manifest
+from reshard.checkpoint.announcements import announcer, deletions_in
+from reshard.checkpoint.directory import MANIFEST, is_shard_name, read_manifest
 from reshard.engine.process_wide import ProcessWide
 from reshard.engine.runs import is_one_run, ravel
 from reshard.engine.writing import Content, Hashed
@@ -166,8 +167,11 @@ class StoredCheckpoint:
 
     def check_unchanged(self) -> None:
         where = self._there.location
-        if is_being_deleted(self._there):
-            raise BaseError(f"{where} is being deleted. Save without a base, or with another")
+        for deletion in deletions_in(self._there):
+            who, if_gone = announcer(self._there, deletion)
+            raise BaseError(
+                f"{where} is being deleted ({who}). Save without a base, or with another. {if_gone}"
+            )
         if self._there.version(MANIFEST) != self._version:
             raise BaseError(f"{where} was replaced or deleted while this save began. Save again")
 

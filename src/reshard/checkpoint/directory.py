@@ -30,7 +30,7 @@ from reshard.format.manifest import (
 from reshard.format.merging import merge_manifests
 from reshard.format.tables import PARTS, Manifest
 from reshard.metadata import Metadata
-from reshard.stores.owners import OWNER, is_alive, owner_tag
+from reshard.stores.owners import OWNER, owner_tag
 from reshard.stores.protocol import Store
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,11 @@ def claim_name(save_id: str) -> str:
 
 
 _SAVING, _REFERS_TO = "is saving here", "refers to "
+
+
+def deletion_text() -> bytes:
+    """What the announcement of a deletion says to a person who looks."""
+    return f"{socket.gethostname()}, process {os.getpid()}, is deleting this\n".encode()
 
 
 def claim_text(refers_to: Sequence[str]) -> bytes:
@@ -202,12 +207,6 @@ def has_foreign_manifest(store: Store) -> bool:
         return not looks_like_manifest(reader)
     finally:
         reader.close()
-
-
-def is_being_deleted(store: Store) -> bool:
-    """Whether a process that may be alive is deleting the checkpoint."""
-    found = (DELETION.fullmatch(key) for key in store.list())
-    return any(match and is_alive(match[1]) is not False for match in found)
 
 
 def is_same_place(store: Store, other: Store) -> bool:

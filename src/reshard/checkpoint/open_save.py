@@ -18,6 +18,7 @@ from reshard.api import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
+from reshard.checkpoint.announcements import announcer, deletions_in
 from reshard.checkpoint.debris import remove_debris
 from reshard.checkpoint.directory import (
     MANIFEST,
@@ -25,7 +26,6 @@ from reshard.checkpoint.directory import (
     claim_text,
     delete_quietly,
     has_checkpoint,
-    is_being_deleted,
     put_new,
     read_one_manifest,
 )
@@ -67,11 +67,12 @@ class OpenSave:
         self._claim = claim_name(self.save_id)
         # Not needed after a crash of the machine.
         put_new(self.store, self._claim, claim_text(refers_to), durable=False)
-        if is_being_deleted(self.store):
-            # After the claim: whoever begins to delete from now on sees it.
+        # After the claim: whoever begins to delete from now on sees it.
+        for deletion in deletions_in(self.store):
+            who, if_gone = announcer(self.store, deletion)
             raise CheckpointInUseError(
-                f"{self.store.location} is being deleted. Save again when that is done, or to "
-                "another place"
+                f"{self.store.location} is being deleted ({who}). Save again when that is done, or "
+                f"to another place. {if_gone}"
             )
         return True
 
