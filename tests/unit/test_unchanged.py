@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -330,6 +331,23 @@ def test_plain_files_that_an_earlier_save_has_read_are_compared_at_the_call(tmp_
 
     assert own_bytes(tmp_path / "a") < 10_000
     assert kept(tensors, tmp_path / "b", base) == {"w"}
+
+
+def test_what_is_known_of_plain_files_ends_when_they_are_replaced(tmp_path: Path) -> None:
+    tensors = {"w": torch.arange(LARGE, dtype=torch.float32)}
+    base = hugging_face_directory(tmp_path / "hf", tensors)
+    reshard.save(tensors, checkpoint_id=tmp_path / "a", base=base)
+    path = base / "model.safetensors"
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    reshard.save(tensors, checkpoint_id=tmp_path / "b", base=base)
+
+    assert torch.equal(reshard.read_state_dict(tmp_path / "b")["w"], tensors["w"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

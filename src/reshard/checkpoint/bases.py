@@ -288,7 +288,7 @@ class PlainFiles:
         return (
             self._there.location,
             file,
-            self._there.modified(file.path),
+            self._there.stamp(file.path),
             candidate.begin,
             candidate.stored_nbytes,
         )
