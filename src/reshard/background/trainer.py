@@ -54,7 +54,7 @@ def save_later(
     what = "async save in a process" if options.in_process else "async save"
     # Opened here, not in the thread that saves: all ranks call in the same order, whatever order
     # their saves then run in.
-    channel = ranks.open_channel(target.intent(what, settings.use_collectives))
+    channel = ranks.open_channel(target.intent(what, settings.use_collectives, settings.shared))
     save = BackgroundSave(target, planner, channel, options, settings)
     save.start(state_dict)
     return save

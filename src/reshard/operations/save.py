@@ -57,6 +57,16 @@ class SaveSettings:
     unchanged: Mapping[str, bytes] | None = None
     """The digests of tensors that the state dict holds no data of, since the base does."""
 
+    @property
+    def shared(self) -> list[tuple[str, str]]:
+        """Those that all ranks must agree on, with their values."""
+        base = comparable_place(self.base)
+        return [
+            ("base", repr(base)),
+            ("fingerprint", repr(bool(self.fingerprint))),
+            ("check_replicas", repr(bool(self.check_replicas))),
+        ]
+
     def check(self, writer: StorageWriter) -> None:
         """Refuse settings that contradict each other, or that the storage does not take."""
         if self.frozen and self.base is None:
@@ -109,7 +119,7 @@ def save_now(
     settings: SaveSettings = SaveSettings(),  # noqa: B008 - frozen
 ) -> Metadata:
     """Save while the caller waits."""
-    channel = ranks.open_channel(target.intent("save", settings.use_collectives))
+    channel = ranks.open_channel(target.intent("save", settings.use_collectives, settings.shared))
     with checking_arguments(channel):
         check_kinds(writer=target.writer, save=planner)
         save_queue().wait_for_users(target.writer, planner)
