@@ -12,9 +12,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from reshard.api import BaseError, CheckpointException
+from reshard.api import BaseError, CheckpointException, CorruptCheckpointError
 from reshard.checkpoint.announcements import announcer, deletions_in
-from reshard.checkpoint.directory import MANIFEST, is_shard_name, read_manifest
+from reshard.checkpoint.directory import MANIFEST, is_shard_name, own_files, read_manifest
 from reshard.engine.process_wide import ProcessWide
 from reshard.engine.runs import is_one_run, ravel
 from reshard.engine.writing import Content, Hashed
@@ -71,6 +71,11 @@ class Base(Protocol):
 
 def base_location(store: Store, base: str | os.PathLike[str]) -> str:
     """Where the base lies, as seen from the new checkpoint in `store`."""
+    if "://" in os.fspath(base) and "://" not in store.location:
+        raise BaseError(
+            f"the base {os.fspath(base)!r} is a URL, and this release of reshard has bases in "
+            "directories only. Pass a directory (such as one where that is mounted)"
+        )
     try:
         location = store.relative(base)
     except ValueError as error:
@@ -107,10 +112,15 @@ def open_base(store: Store, location: str) -> Base:
         base = StoredCheckpoint(store, there, location)
         # Before anything is made. It is looked at again when this save can be seen.
         base.check_unchanged()
+        base.check_files()
         return base
+    except BaseError as error:
+        raise BaseError(f"the base cannot be used: {error}") from error
     except CheckpointException as error:
         # The class says what is wrong with it.
-        raise type(error)(f"the base cannot be used: {error}") from error
+        raise type(error)(
+            f"the base cannot be used: {error}. Pass another base, or none"
+        ) from error
 
 
 class StoredCheckpoint:
@@ -164,6 +174,15 @@ class StoredCheckpoint:
 
     def known_hash(self, candidate: Candidate) -> Hashed | None:
         return candidate.hashed
+
+    def check_files(self) -> None:
+        """Raise if its own files are not all there, before anybody relies on them."""
+        missing = own_files(self._manifest).keys() - set(self._there.list())
+        if missing:
+            raise CorruptCheckpointError(
+                f"{self._there.location} lacks its file {min(missing)!r}"
+                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            )
 
     def check_unchanged(self) -> None:
         where = self._there.location

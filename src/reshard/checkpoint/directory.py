@@ -230,7 +230,7 @@ def _describe_absence(store: Store) -> str:
     if any(SHARD_FILE.fullmatch(key) for key in keys):
         return (
             f"the checkpoint at {store.location} was never committed: it has shard files but no "
-            f"{MANIFEST}. A save that was cut off leaves these; load an older checkpoint"
+            f"{MANIFEST}. A save that was cut off leaves these; use an older checkpoint"
         )
     shown = ", ".join([*map(repr, keys[:3]), *(["..."] if len(keys) > 3 else [])])
     return (

@@ -95,9 +95,18 @@ class OpenSave:
         """Check that all files of other checkpoints are still there, before the commit."""
         files = ShardFiles(self.store, manifest, Verify.OFF)
         try:
-            for file in range(len(manifest.files)):
-                if manifest.origin_of(file) is not None:
+            for file, path in enumerate(manifest.files):
+                origin = manifest.origin_of(file)
+                if origin is None:
+                    continue
+                try:
                     files.open(file)
+                except CorruptCheckpointError as error:
+                    raise CorruptCheckpointError(
+                        f"{path!r} of {self.store.at(origin.location).location}, which the new "
+                        "checkpoint was to refer to, is gone or was replaced. Nothing was saved; "
+                        "save with another base, or without one"
+                    ) from error
         finally:
             files.close()
 

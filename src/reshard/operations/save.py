@@ -69,6 +69,7 @@ class SaveSettings:
 
     def check(self, writer: StorageWriter) -> None:
         """Refuse settings that contradict each other, or that the storage does not take."""
+        self._check_base()
         if self.frozen and self.base is None:
             raise ValueError(
                 "frozen names tensors that need not be copied because the base holds them: pass "
@@ -84,6 +85,16 @@ class SaveSettings:
                     f"storage that has it in call_settings, or leave {name} out"
                 )
 
+    def _check_base(self) -> None:
+        if self.base is None:
+            return
+        if not isinstance(self.base, str | os.PathLike):
+            raise TypeError(f"base is a path, as text or a pathlib.Path, not {self.base!r}")
+        if not os.fspath(self.base):
+            raise ValueError(
+                "base is empty: pass the directory of a checkpoint, or None to save everything"
+            )
+
     def apply(self, writer: StorageWriter) -> contextlib.AbstractContextManager[None]:
         """Set what a call asks of its storage, until the context ends."""
         return overridden(
@@ -96,6 +107,7 @@ class SaveSettings:
 
     def absolute(self) -> SaveSettings:
         """The same for later, or for another process: relative paths are taken from here."""
+        self._check_base()
         if self.base is None or "://" in str(self.base):
             return self
         return dataclasses.replace(self, base=os.path.abspath(self.base))
