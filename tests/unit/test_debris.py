@@ -205,3 +205,38 @@ def test_a_neighbour_that_fails_to_be_read_keeps_a_checkpoint(tmp_path: Path) ->
     with pytest.raises(CheckpointInUseError, match=r"what .*b refers to cannot be told.*Input"):
         delete_checkpoint(LocalStore(tmp_path / "a", system), None)
     assert reshard.read_state_dict(tmp_path / "a")["step"] == 0
+
+
+# Where references are looked for
+
+
+def test_a_checkpoint_of_the_same_name_in_a_folder_beside_is_seen(tmp_path: Path) -> None:
+    first, second = tmp_path / "step-1" / "model", tmp_path / "step-2" / "model"
+    save(first)
+    save(second, 1, base=first)
+
+    with pytest.raises(CheckpointInUseError, match=f"refer to: {second}"):
+        reshard.delete(first)
+    save(first, 2)
+    assert torch.equal(reshard.read_state_dict(second)["frozen"], torch.arange(5000.0))
+
+    reshard.delete(first, materialise=True)
+    assert reshard.read_state_dict(second)["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "is_said"),
+    [("a", False), ("../beside/new", False), ("../beside/a", True), ("../../far/a", True)],
+)
+def test_a_base_where_deletions_do_not_look_for_references_is_named(
+    base: str, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "runs" / "one"
+    save(root / base)
+    with caplog.at_level(logging.WARNING):
+        save(root / "new", 1, base=root / base)
+
+    said = [record.getMessage() for record in caplog.records]
+    assert [
+        f"may refer to {(root / base).resolve()}, which is not beside it" in each for each in said
+    ] == ([True] if is_said else [])

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reshard
+from reshard.api import CorruptCheckpointError
 from reshard.checkpoint.directory import read_manifest
 from reshard.default_planner import DefaultSavePlanner
 from reshard.format.tables import Manifest

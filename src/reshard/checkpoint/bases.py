@@ -7,6 +7,7 @@ are is decided by digests; `references` does that.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ from reshard.planning.columns import DTYPES
 from reshard.plans.results import WrittenFile
 from reshard.stores.protocol import Reader, Store
 
+logger = logging.getLogger(__name__)
+
 _SUFFIX = ".safetensors"
 _PIECE_BYTES = 4 << 20
 _WRAPPERS = frozenset({"base_layer", "_orig_mod", "module", "_fsdp_wrapped_module"})
@@ -55,6 +58,10 @@ class Base(Protocol):
     @property
     def locations(self) -> Sequence[str]:
         """All places that references may lead to, relative to the new checkpoint."""
+
+    @property
+    def checkpoints(self) -> Sequence[str]:
+        """Those of them that are checkpoints, which somebody may delete."""
 
     def find(self, content: Content) -> Candidate | None:
         """Stored bytes of the same tensor and region, if there are any."""
@@ -123,6 +130,21 @@ def open_base(store: Store, location: str) -> Base:
         ) from error
 
 
+def warn_of_unguarded(store: Store, base: Base) -> None:
+    """Log what a save to `store` may refer to where nobody who deletes it will look for that."""
+    name = os.path.basename(os.path.realpath(store.location))
+    for location in dict.fromkeys(base.checkpoints):
+        *folders, last = location.removeprefix("../").split("/")
+        if not folders or (folders[0] == ".." and len(folders) == 2 and last == name):
+            continue
+        logger.warning(
+            "%s may refer to %s, which is not beside it: whoever deletes or replaces that is not "
+            "told. Keep it, or end the dependence with reshard.materialise",
+            store.location,
+            store.at(location).location,
+        )
+
+
 class StoredCheckpoint:
     """Another checkpoint. References lead to where the bytes are, which may be a third one."""
 
@@ -135,7 +157,9 @@ class StoredCheckpoint:
         self._files = [
             _written_file(manifest, file, own, origins) for file in range(len(manifest.files))
         ]
-        self.locations = [location, *(origin.location for origin in origins if origin is not None)]
+        seen = [own, *(origin for origin in origins if origin is not None)]
+        self.locations = [each.location for each in seen]
+        self.checkpoints = [each.location for each in seen if each.save_id]
 
     def find(self, content: Content) -> Candidate | None:
         m, table = self._manifest, self._manifest.table
@@ -236,7 +260,7 @@ class PlainFiles:
         # Some directories hold the same tensors twice, as `consolidated.safetensors`.
         for path in sorted(paths, key=lambda path: (not path.startswith("model"), path)):
             self._add(path, location)
-        self.locations = [location]
+        self.locations, self.checkpoints = [location], ()
 
     def _add(self, path: str, location: str) -> None:
         where = f"{path!r} of {self._there.location}"

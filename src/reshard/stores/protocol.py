@@ -136,4 +136,8 @@ class Store(Protocol):
         """The place that `relative` gave a location for."""
 
     def neighbours(self) -> Sequence[str]:
-        """The locations of all places beside this one, this one included."""
+        """The locations of all places beside this one, this one included.
+
+        Also of those that have its name and lie in a folder beside its own, such as
+        `../../step-2/model` for `step-1/model`.
+        """
