@@ -29,9 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Path:
-    """A folder without neighbours: what other tests left beside it might be referred to."""
-    alone = tmp_path / "alone"
-    alone.mkdir()
+    """A folder without neighbours: what other tests left beside it might be referred to.
+
+    Nor are there any beside the folder that it is in, which are looked at, too.
+    """
+    alone = tmp_path / "quite" / "alone"
+    alone.mkdir(parents=True)
     return alone
 
 

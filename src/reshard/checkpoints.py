@@ -38,9 +38,11 @@ def materialise(
 def delete(checkpoint_id: str | os.PathLike[str], *, materialise: bool = False) -> None:
     """Delete a checkpoint, unless another one refers to it.
 
-    Looked at are all checkpoints in the same folder, and saves to it that are under way. With
+    Looked at are all checkpoints in the same folder, those of the same name in folders beside it
+    (`step-2/model` for `step-1/model`), and saves to them that are under way. With
     `materialise`, those that refer to it are made whole first; otherwise a `CheckpointInUseError`
-    names them. What is not of a checkpoint stays.
+    names them. What is not of a checkpoint stays; checkpoints of other formats, and links to
+    checkpoints, are refused.
     """
     _delete(checkpoint_id, materialise)
 

@@ -17,7 +17,7 @@ import torch
 from torch.futures import Future
 
 from reshard.api import CheckpointException
-from reshard.checkpoint.bases import Base, base_location, open_base
+from reshard.checkpoint.bases import Base, base_location, open_base, warn_of_unguarded
 from reshard.checkpoint.directory import (
     index_of_parts,
     own_files,
@@ -154,6 +154,7 @@ class FileSystemWriter(StorageWriter):
         if base is not None and is_new:
             # After the claim: whoever replaces or deletes the base from now on sees it.
             base.check_unchanged()
+            warn_of_unguarded(self._open_save().store, base)
         self._id_is_used = True
         return self.save_id
 

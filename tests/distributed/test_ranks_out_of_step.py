@@ -342,3 +342,50 @@ def save_and_look_for_keys(folder: str) -> int:
 
 def test_operations_that_are_over_leave_nothing_in_the_store(tmp_path: Path) -> None:
     assert run_ranks(3, save_and_look_for_keys, str(tmp_path), store="tcp") == [5] * 3
+
+
+def disagree(folder: str, argument: str, value: Any, kind: AsyncCheckpointerType | None) -> str:
+    reshard.save(values(0), checkpoint_id=f"{folder}/base", fingerprint=True)
+    given = {argument: value.format(folder=folder) if isinstance(value, str) else value}
+    options = given if dist.get_rank() else {}
+    if argument == "verify":
+        text = outcome(lambda: reshard.load(values(1), checkpoint_id=f"{folder}/base", **options))
+    elif kind is None:
+        text = save(folder, "a", **options)
+    else:
+        text = outcome(
+            lambda: reshard.async_save(
+                values(1), checkpoint_id=f"{folder}/a", async_checkpointer_type=kind, **options
+            ).result()  # type: ignore[union-attr]
+        )
+    return text + save(folder, "b")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "shown"),
+    [
+        ("base", "{folder}/base", "None on rank 0, '{folder}/base' on rank 1"),
+        ("fingerprint", True, "False on rank 0, True on rank 1"),
+        ("check_replicas", True, "False on rank 0, True on rank 1"),
+        ("verify", "fingerprint", "something else on rank 0, 'fingerprint' on rank 1"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_are_told_what_differs(
+    argument: str, value: Any, shown: str, tmp_path: Path
+) -> None:
+    texts = run_ranks(2, disagree, str(tmp_path), argument, value, None)
+
+    wanted = f"ranks do not agree on {argument}: {shown.format(folder=tmp_path)}. Pass the same"
+    assert all(wanted in text for text in texts), texts
+    assert not (tmp_path / "a").exists()
+    assert is_whole(tmp_path, "b", 2)
+
+
+@pytest.mark.parametrize("kind", AsyncCheckpointerType)
+def test_background_saves_that_differ_are_told_what_differs(
+    kind: AsyncCheckpointerType, tmp_path: Path
+) -> None:
+    texts = run_ranks(2, disagree, str(tmp_path), "check_replicas", True, kind)
+
+    assert all("ranks do not agree on check_replicas: False on" in text for text in texts), texts
+    assert is_whole(tmp_path, "b", 2)

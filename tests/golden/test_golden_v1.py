@@ -289,7 +289,9 @@ class PlainReader:
         origin = manifest["files.origins"][file] if "files.origins" in manifest else -1
         if origin >= 0:
             location = manifest["origins.locations"][origin]
-            assert re.fullmatch(r"(\.\./)+[^/.][^/]*(/[^/.][^/]*)*", location)
+            names = re.fullmatch(r"(?:\.\./)+([^\\\x00-\x1f]+)", location)
+            assert names is not None
+            assert not {"", ".", ".."} & {*names[1].split("/")}
             directory, save_id = directory / location, manifest["origins.save_ids"][origin]
         raw = (directory / manifest["files.paths"][file]).read_bytes()
         header = raw[: manifest["files.header_nbytes"][file]]
@@ -606,3 +608,23 @@ def test_the_golden_fingerprints_are_those_of_the_specification() -> None:
     report = reshard.load(state, checkpoint_id=FINGERPRINTS, verify="fingerprint", no_dist=True)
     assert report.verified == len(tensors)
     check_same(state, make_v1.fingerprinted_tensors())
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+@pytest.mark.parametrize("name", ["plain", "run-12:30:00", ".hidden", "a b"])
+def test_a_reader_written_from_the_specification_reads_what_refers_to_a_checkpoint_made_whole(
+    name: str, compress: Any, tmp_path: Path
+) -> None:
+    states = [make_v1.layered_state(step) for step in range(3)]
+    places = [tmp_path / str(step) for step in range(2)] + [tmp_path / name]
+    for step, place in enumerate(places):
+        base = places[step - 1] if step else None
+        reshard.save(states[step], checkpoint_id=place, base=base, compress=compress)
+    assert reshard.materialise(places[1])
+    assert reshard.materialise(places[2])
+    reshard.save(states[0], checkpoint_id=tmp_path / "last", base=places[2])
+
+    for step, place in enumerate(places):
+        assert PlainReader(place).nested() == as_plain(states[step])
+    assert PlainReader(tmp_path / "last").nested() == as_plain(states[0])
+    assert PlainReader(tmp_path / "last").manifests[0]["origins.locations"] == [f"../{name}"]

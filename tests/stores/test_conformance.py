@@ -313,6 +313,18 @@ class StoreTests:
         assert store.modified("a") is not None
         assert store.modified("a") <= store.modified("b") <= time.time() + 60
 
+    def test_a_file_that_was_replaced_has_another_stamp(self, store: Store) -> None:
+        store.create()
+        put(store, "a", b"1")
+        before = store.stamp("a")
+
+        assert store.stamp("missing") is None
+        assert store.stamp("a") == before
+        store.delete("a")
+        put(store, "other", b"3")
+        put(store, "a", b"2")
+        assert store.stamp("a") != before
+
     def test_a_reader_of_the_old_content_is_not_disturbed_by_a_commit(self, store: Store) -> None:
         store.create()
         publish(store, b"old old old")
@@ -527,6 +539,17 @@ class TestLocalStore(StoreTests):
         os.utime(tmp_path / "target", (1000, 1000))
 
         assert LocalStore(tmp_path).modified("link") == 1000
+
+    def test_a_stamp_tells_content_that_was_given_the_old_time(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(b"1")
+        before, stamp = path.stat(), LocalStore(tmp_path).stamp("file")
+        while path.stat().st_ctime_ns == before.st_ctime_ns:
+            path.write_bytes(b"2")
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+        assert path.stat().st_mtime_ns == before.st_mtime_ns
+        assert LocalStore(tmp_path).stamp("file") != stamp
 
     @pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
     def test_a_commit_that_fails_leaves_the_old_content(self, call: str, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from reshard.api import (
     UnsupportedFormatError,
 )
 from reshard.checkpoint.bases import PlainFiles, open_base
-from reshard.checkpoint.directory import deletion_name, read_manifest
+from reshard.checkpoint.directory import deletion_name, deletion_text, read_manifest
 from reshard.engine.writing import Content
 from reshard.stores.local import LocalStore
 from support.samples import same_bits
@@ -51,7 +53,7 @@ def refusal(kind: type[CheckpointException], folder: Path, base: Any) -> str:
 def test_a_base_that_is_not_there(tmp_path: Path) -> None:
     assert refusal(CheckpointNotFoundError, tmp_path / "b", tmp_path / "a") == (
         f"the base cannot be used: there is no checkpoint at {tmp_path / 'a'}: nothing is there. "
-        "Check the path"
+        "Check the path. Pass another base, or none"
     )
 
 
@@ -61,8 +63,8 @@ def test_a_base_that_was_never_committed(tmp_path: Path) -> None:
 
     assert refusal(CheckpointNotFoundError, tmp_path / "b", tmp_path / "a") == (
         f"the base cannot be used: the checkpoint at {tmp_path / 'a'} was never committed: it has "
-        "shard files but no .metadata. A save that was cut off leaves these; load an older "
-        "checkpoint"
+        "shard files but no .metadata. A save that was cut off leaves these; use an older "
+        "checkpoint. Pass another base, or none"
     )
 
 
@@ -71,7 +73,8 @@ def test_a_base_of_dcp(tmp_path: Path) -> None:
 
     assert refusal(UnsupportedFormatError, tmp_path / "b", tmp_path / "a") == (
         f"the base cannot be used: .metadata of {tmp_path / 'a'} was written by "
-        "torch.distributed.checkpoint; load it, and save it with reshard"
+        "torch.distributed.checkpoint; load it, and save it with reshard. Pass another base, or "
+        "none"
     )
 
 
@@ -86,11 +89,13 @@ def test_a_base_that_is_a_file(tmp_path: Path) -> None:
 
 def test_a_base_that_is_being_deleted(tmp_path: Path) -> None:
     reshard.save(tensors(), checkpoint_id=tmp_path / "a")
-    (tmp_path / "a" / deletion_name()).write_text("")
+    (tmp_path / "a" / deletion_name()).write_bytes(deletion_text())
 
-    assert refusal(BaseError, tmp_path / "b", tmp_path / "a") == (
-        f"the base cannot be used: {tmp_path / 'a'} is being deleted. Save without a base, or with "
-        "another"
+    assert re.fullmatch(
+        rf"the base cannot be used: {tmp_path / 'a'} is being deleted \({socket.gethostname()}, "
+        rf"process {os.getpid()}, since 2.*\)\. Save without a base, or with another\. If that "
+        rf"process is gone, remove '{deletion_name()}' from {tmp_path / 'a'}; after a day .*",
+        refusal(BaseError, tmp_path / "b", tmp_path / "a"),
     )
 
 
@@ -101,6 +106,34 @@ def test_a_base_whose_manifest_is_damaged(tmp_path: Path) -> None:
 
     text = refusal(CorruptCheckpointError, tmp_path / "b", tmp_path / "a")
     assert text.startswith(f"the base cannot be used: .metadata of {tmp_path / 'a'}")
+
+
+def test_a_base_whose_manifest_was_cut_short(tmp_path: Path) -> None:
+    reshard.save(tensors(), checkpoint_id=tmp_path / "a")
+    path = tmp_path / "a" / ".metadata"
+    path.write_bytes(path.read_bytes()[:2000])
+
+    text = refusal(CorruptCheckpointError, tmp_path / "b", tmp_path / "a")
+    assert text.startswith(f"the base cannot be used: .metadata of {tmp_path / 'a'} announces a")
+    assert text.endswith("is 2000 bytes long. Pass another base, or none")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("base", "kind", "text"),
+    [
+        ("s3://x/y", BaseError, "the base 's3://x/y' is a URL, and this release of reshard has"),
+        ("", ValueError, "base is empty: pass the directory of a checkpoint, or None"),
+        (3, TypeError, "base is a path, as text or a pathlib.Path, not 3"),
+    ],
+)
+def test_what_is_no_base(
+    base: Any, kind: type[Exception], text: str, is_async: bool, tmp_path: Path
+) -> None:
+    save: Any = reshard.async_save if is_async else reshard.save
+    with pytest.raises(kind, match=text):
+        save(tensors(), checkpoint_id=tmp_path / "a", base=base)
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\\b", "a\tb", os.fsdecode(b"a\xffb")])
@@ -164,8 +197,13 @@ def test_a_base_whose_files_are_not_as_they_were_fails_the_save(
     with pytest.raises(CorruptCheckpointError) as raised:
         reshard.save(tensors(), checkpoint_id=tmp_path / "c", base=base)
 
-    assert shard.name in str(raised.value)
-    assert str(tmp_path / "a") in str(raised.value)
+    assert str(raised.value) == (
+        f"the base cannot be used: {tmp_path / 'a'} lacks its file {shard.name!r}. Pass another "
+        "base, or none"
+        if damage is delete_file and not is_chain
+        else f"{shard.name!r} of {tmp_path / 'a'}, which the new checkpoint was to refer to, is "
+        "gone or was replaced. Nothing was saved; save with another base, or without one"
+    )
     assert not (tmp_path / "c").exists()
 
 

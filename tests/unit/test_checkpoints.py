@@ -164,9 +164,8 @@ def test_a_reference_through_a_link_is_seen(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("a")
     save(tmp_path / "b", 1, base=tmp_path / "latest")
 
-    for name in ("a", "latest"):
-        with pytest.raises(CheckpointInUseError, match="/b"):
-            reshard.delete(tmp_path / name)
+    with pytest.raises(CheckpointInUseError, match="/b"):
+        reshard.delete(tmp_path / "a")
 
 
 def test_odd_neighbours_are_no_reason_to_keep_a_checkpoint(tmp_path: Path) -> None:
@@ -323,8 +322,7 @@ def test_a_save_that_begins_after_its_base_was_announced_to_be_deleted_fails(
     with pytest.raises(BaseError) as raised:
         save(tmp_path / "b", 1, base=tmp_path / "a")
     assert str(raised.value).startswith(
-        f"the base cannot be used: {tmp_path / 'a'} is being deleted. Save without a base, or with "
-        "another"
+        f"the base cannot be used: {tmp_path / 'a'} is being deleted (another process, since "
     )
     assert not (tmp_path / "b").exists()
 
@@ -454,7 +452,7 @@ def test_a_whole_copy_is_made_elsewhere(use_collectives: bool, tmp_path: Path) -
 
 
 def test_a_whole_copy_goes_where_nothing_is(chain: list[Path]) -> None:
-    with pytest.raises(CheckpointExistsError, match=str(chain[0])):
+    with pytest.raises(CheckpointExistsError, match=f"at {chain[0]} already: name a place where"):
         reshard.materialise(chain[1], chain[0])
     with pytest.raises(ValueError, match="is the checkpoint itself"):
         reshard.materialise(chain[1], os.path.relpath(chain[1]))
@@ -479,3 +477,18 @@ def test_damaged_bytes_are_not_copied(chain: list[Path]) -> None:
 
     assert sorted(path.name for path in chain[1].iterdir()) == before
     assert len(list(chain[0].iterdir())) == 2
+
+
+def test_damaged_bytes_of_compressed_chunks_are_not_copied(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(300, 1000).bfloat16()}
+    reshard.save(tensors, checkpoint_id=tmp_path / "a", compress="zstd")
+    reshard.save(tensors, checkpoint_id=tmp_path / "b", base=tmp_path / "a")
+    [shard] = (tmp_path / "a").glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-5000] ^= 1
+    shard.write_bytes(data)
+
+    with pytest.raises(CorruptCheckpointError, match=r"bytes of 'w' .* are damaged, so that"):
+        reshard.delete(tmp_path / "a", materialise=True)
+    assert (tmp_path / "a" / ".metadata").exists()
+    assert origins(tmp_path / "b") == ["../a"]

@@ -248,7 +248,7 @@ def test_a_half_written_checkpoint_says_that_it_was_never_committed(tmp_path: Pa
 
     assert refusal(CheckpointNotFoundError, tmp_path, {"w": torch.ones(2)}) == [
         f"the checkpoint at {tmp_path} was never committed: it has shard files but no .metadata. "
-        "A save that was cut off leaves these; load an older checkpoint"
+        "A save that was cut off leaves these; use an older checkpoint"
     ]
 
 

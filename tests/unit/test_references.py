@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reshard
+from reshard.api import CorruptCheckpointError
 from reshard.checkpoint.directory import read_manifest
 from reshard.default_planner import DefaultSavePlanner
 from reshard.format.tables import Manifest
@@ -423,3 +424,20 @@ def test_a_base_that_refers_into_the_new_place_is_a_base_for_the_rest(tmp_path: 
 
     assert referred(tmp_path / "new") == {"more"}
     assert same_bits(reshard.read_state_dict(tmp_path / "new")["w"], tensors()["w"])
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_plain_files_that_were_replaced_are_not_only_called_damaged(
+    mmap: bool, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    (tmp_path / "hf").mkdir()
+    tensors = {"w": torch.arange(5000.0)}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    reshard.save(tensors, checkpoint_id=tmp_path / "a", base=tmp_path / "hf")
+    save_file({"w": torch.ones(5000)}, tmp_path / "hf" / "model.safetensors")
+
+    text = r"are damaged, or the file was replaced since .* Put the original file back, or load an"
+    with pytest.raises(CorruptCheckpointError, match=text):
+        reshard.read_state_dict(tmp_path / "a", mmap=mmap)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from reshard.api import BaseError, CheckpointException
 from reshard.background import unchanged
 from reshard.background.queue import save_queue
 from reshard.background.unchanged import find_unchanged
+from reshard.checkpoint import bases
 from reshard.metadata import Metadata
 from reshard.operations.save import SaveSettings
 from reshard.staging import BlockingAsyncStager
@@ -35,8 +37,9 @@ class Holder:
 
 @pytest.fixture(autouse=True)
 def _no_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests have found out about names does not count."""
-    monkeypatch.setattr(unchanged._history, "_made", [])
+    """What other tests have found out about names and files does not count."""
+    monkeypatch.setattr(unchanged._not_frozen, "_made", [])
+    monkeypatch.setattr(bases._hashes, "_made", [])
 
 
 @contextmanager
@@ -58,7 +61,8 @@ def state() -> dict[str, Any]:
 def kept(state_dict: dict[str, Any], target: Path, base: Path, **options: Any) -> set[str]:
     """The names of what is not copied."""
     settings = SaveSettings(base=base, **options)
-    return {*find_unchanged(state_dict, str(target), settings, None).digests}
+    found = find_unchanged(state_dict, str(target), settings, None)
+    return {each.content.name for each in found.kept}
 
 
 def async_save(state_dict: dict[str, Any], folder: Path, **options: Any) -> Any:
@@ -67,7 +71,7 @@ def async_save(state_dict: dict[str, Any], folder: Path, **options: Any) -> Any:
 
 @pytest.fixture
 def known(tmp_path: Path) -> dict[str, Any]:
-    """A state whose counters are remembered for the checkpoint `second`."""
+    """A state that the checkpoint `second` refers to."""
     tensors = state()
     reshard.save(tensors, checkpoint_id=tmp_path / "first")
     async_save(tensors, tmp_path / "second", base=tmp_path / "first").result()
@@ -78,17 +82,47 @@ def own_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-# What is known to be unchanged
+# What the base is found to hold at the call
 
 
-def test_a_tensor_whose_counter_has_not_moved_is_not_copied(
-    known: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_tensor_that_the_base_holds_is_not_copied(known: dict[str, Any], tmp_path: Path) -> None:
     assert kept(known, tmp_path / "third", tmp_path / "second") == {"w"}
 
 
-def test_a_tensor_whose_counter_has_moved_is_copied(known: dict[str, Any], tmp_path: Path) -> None:
-    known["w"][-1] += 1
+def through_its_counter(tensors: dict[str, Any]) -> None:
+    tensors["w"][-1] += 1
+
+
+def behind_its_counter(tensors: dict[str, Any]) -> None:
+    tensors["w"].data[-1] = -1
+
+
+def through_an_array(tensors: dict[str, Any]) -> None:
+    tensors["w"].numpy()[-1] = -1
+
+
+def in_the_first_bytes(tensors: dict[str, Any]) -> None:
+    tensors["w"].data[0] = -1
+
+
+def as_another_tensor(tensors: dict[str, Any]) -> None:
+    tensors["w"] = tensors["w"] + 1
+
+
+CHANGES = [
+    through_its_counter,
+    behind_its_counter,
+    through_an_array,
+    in_the_first_bytes,
+    as_another_tensor,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_was_changed_is_copied(
+    change: Callable[[dict[str, Any]], None], known: dict[str, Any], tmp_path: Path
+) -> None:
+    change(known)
     assert kept(known, tmp_path / "third", tmp_path / "second") == set()
 
     async_save(known, tmp_path / "third", base=tmp_path / "second").result()
@@ -96,48 +130,45 @@ def test_a_tensor_whose_counter_has_moved_is_copied(known: dict[str, Any], tmp_p
     assert torch.equal(reshard.read_state_dict(tmp_path / "third")["w"], known["w"])
 
 
-def test_a_tensor_changed_behind_its_counter_in_the_first_bytes_is_copied(
-    known: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("before", CHANGES)
+def test_changes_on_both_sides_of_the_call_are_told_apart(
+    before: Callable[[dict[str, Any]], None], known: dict[str, Any], tmp_path: Path
 ) -> None:
-    known["w"].data[0] = -1
-    assert kept(known, tmp_path / "third", tmp_path / "second") == set()
+    before(known)
+    wanted = known["w"].clone()
+    with busy_background():
+        future = async_save(known, tmp_path / "third", base=tmp_path / "second")
+        known["w"].add_(1)
+    future.result()
 
-    async_save(known, tmp_path / "third", base=tmp_path / "second").result()
-
-    assert torch.equal(reshard.read_state_dict(tmp_path / "third")["w"], known["w"])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("frozen", [(), ("w",)])
-def test_a_tensor_changed_behind_its_counter_elsewhere_fails_the_save_and_is_copied_by_the_next(
-    kind: AsyncCheckpointerType, frozen: tuple[str, ...], known: dict[str, Any], tmp_path: Path
-) -> None:
-    known["w"].data[-1] = -1
-    options = {"base": tmp_path / "second", "frozen": frozen, "async_checkpointer_type": kind}
-    assert kept(known, tmp_path / "third", tmp_path / "second", frozen=frozen) == {"w"}
-
-    with pytest.raises(BaseError, match=r"^'w' was not copied for the save.*the next save copies"):
-        async_save(known, tmp_path / "third", **options).result()
-    assert not (tmp_path / "third").exists()
-
-    async_save(known, tmp_path / "third", **options).result()
-    assert torch.equal(reshard.read_state_dict(tmp_path / "third")["w"], known["w"])
+    assert torch.equal(reshard.read_state_dict(tmp_path / "third")["w"], wanted)
 
 
-def test_a_new_tensor_at_the_old_address_is_copied(known: dict[str, Any], tmp_path: Path) -> None:
-    address = known["w"].data_ptr()
-    content = known.pop("w").clone()
-    holders = []
-    for _ in range(100):
-        holders.append(torch.empty(LARGE))
-        if holders[-1].data_ptr() == address:
-            break
-    known["w"] = holders[-1]
-    known["w"].copy_(content)
-    while known["w"]._version < 2:
-        known["w"].add_(0)
+def test_parameters_named_by_their_data_may_be_trained_after_the_call(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.arange(LARGE, dtype=torch.float32))
+    wanted = weight.detach().clone()
+    reshard.save({"w": weight.data}, checkpoint_id=tmp_path / "0")
+    async_save({"w": weight.data}, tmp_path / "1", base=tmp_path / "0").result()
+    with busy_background():
+        future = async_save({"w": weight.data}, tmp_path / "2", base=tmp_path / "1")
+        with torch.no_grad():
+            weight.add_(1)
+    future.result()
 
-    assert kept(known, tmp_path / "third", tmp_path / "second") == set()
+    assert torch.equal(reshard.read_state_dict(tmp_path / "2")["w"], wanted)
+
+
+def test_tensors_without_counters_are_compared_like_others(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        weight = torch.zeros(LARGE)
+    reshard.save({"w": weight}, checkpoint_id=tmp_path / "0")
+    async_save({"w": weight}, tmp_path / "1", base=tmp_path / "0").result()
+    with torch.inference_mode():
+        weight[-1] = 1
+
+    async_save({"w": weight}, tmp_path / "2", base=tmp_path / "1").result()
+
+    assert reshard.read_state_dict(tmp_path / "2")["w"][-1] == 1
 
 
 def test_a_tensor_that_is_trained_is_copied(known: dict[str, Any], tmp_path: Path) -> None:
@@ -146,12 +177,14 @@ def test_a_tensor_that_is_trained_is_copied(known: dict[str, Any], tmp_path: Pat
     assert kept(known, tmp_path / "third", tmp_path / "second") == set()
 
 
-def test_a_checkpoint_that_was_replaced_since_is_not_what_is_remembered(
-    known: dict[str, Any], tmp_path: Path
-) -> None:
-    reshard.save(known, checkpoint_id=tmp_path / "second")
+def test_many_tensors_are_compared_each_with_its_own(tmp_path: Path) -> None:
+    tensors = {str(number): torch.full((LARGE // 50,), float(number)) for number in range(50)}
+    reshard.save(tensors, checkpoint_id=tmp_path / "a")
+    for number in range(0, 50, 3):
+        tensors[str(number)][-1] = -1
 
-    assert kept(known, tmp_path / "third", tmp_path / "second") == set()
+    left = {str(number) for number in range(50) if number % 3}
+    assert kept(tensors, tmp_path / "b", tmp_path / "a") == left
 
 
 # What the user says is unchanged
@@ -170,7 +203,11 @@ def test_a_checkpoint_that_was_replaced_since_is_not_what_is_remembered(
 def test_frozen_patterns_name_what_is_not_copied(
     patterns: Any, expected: set[str], tmp_path: Path
 ) -> None:
-    tensors = {"base": {"w": torch.ones(9), "b": torch.ones(3)}, "head": {"b": torch.ones(2)}}
+    names = {"base": {"w": 9, "b": 3}, "head": {"b": 2}}
+    tensors = {
+        part: {name: torch.ones(size, requires_grad=True) for name, size in of_part.items()}
+        for part, of_part in names.items()
+    }
     reshard.save(tensors, checkpoint_id=tmp_path / "a")
 
     assert kept(tensors, tmp_path / "b", tmp_path / "a", frozen=patterns) == expected
@@ -237,14 +274,88 @@ def test_a_frozen_tensor_within_a_value_is_saved_with_the_value(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_frozen_tensors_that_have_changed_fail_one_save_that_names_all_of_them(
+    kind: AsyncCheckpointerType, tmp_path: Path
+) -> None:
+    tensors = {name: torch.zeros(LARGE) for name in ("a", "b", "c")}
+    reshard.save(tensors, checkpoint_id=tmp_path / "first")
+    tensors["a"].data[-1] = tensors["c"].data[-1] = 1
+    options = {"base": tmp_path / "first", "frozen": "*", "async_checkpointer_type": kind}
+
+    with pytest.raises(BaseError, match=r"the bytes of 'a', 'c', which were not copied"):
+        async_save(tensors, tmp_path / "second", **options).result()
+    assert not (tmp_path / "second").exists()
+
+    async_save(tensors, tmp_path / "second", **options).result()
+    found = reshard.read_state_dict(tmp_path / "second")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_frozen_tensor_that_is_changed_after_the_call_fails_the_save(
+    known: dict[str, Any], tmp_path: Path
+) -> None:
+    with busy_background():
+        future = async_save(known, tmp_path / "third", base=tmp_path / "second", frozen=["w"])
+        known["w"].zero_()
+
+    with pytest.raises(BaseError, match=r"'w', which were not copied.*while this save was waiting"):
+        future.result()
+    assert not (tmp_path / "third").exists()
+
+
+def hugging_face_directory(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_plain_files_are_not_read_through_before_the_call_returns(tmp_path: Path) -> None:
+    tensors = {"w": torch.arange(LARGE, dtype=torch.float32)}
+    base = hugging_face_directory(tmp_path / "hf", tensors)
+    with busy_background():
+        future = async_save(tensors, tmp_path / "a", base=base, frozen="*")
+        assert not bases._hashes()
+    future.result()
+
+    assert own_bytes(tmp_path / "a") < 10_000
+
+
+def test_plain_files_that_an_earlier_save_has_read_are_compared_at_the_call(tmp_path: Path) -> None:
+    tensors = {"w": torch.arange(LARGE, dtype=torch.float32)}
+    base = hugging_face_directory(tmp_path / "hf", tensors)
+    assert kept(tensors, tmp_path / "a", base) == set()
+
+    async_save(tensors, tmp_path / "a", base=base).result()
+
+    assert own_bytes(tmp_path / "a") < 10_000
+    assert kept(tensors, tmp_path / "b", base) == {"w"}
+
+
+def test_what_is_known_of_plain_files_ends_when_they_are_replaced(tmp_path: Path) -> None:
+    tensors = {"w": torch.arange(LARGE, dtype=torch.float32)}
+    base = hugging_face_directory(tmp_path / "hf", tensors)
+    reshard.save(tensors, checkpoint_id=tmp_path / "a", base=base)
+    path = base / "model.safetensors"
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    reshard.save(tensors, checkpoint_id=tmp_path / "b", base=base)
+
+    assert torch.equal(reshard.read_state_dict(tmp_path / "b")["w"], tensors["w"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_hugging_face_base_is_not_copied_either(
     kind: AsyncCheckpointerType, tmp_path: Path
 ) -> None:
-    from safetensors.torch import save_file
-
-    (tmp_path / "hf").mkdir()
     weight = torch.randn(300, 100)
-    save_file({"layer.weight": weight}, tmp_path / "hf" / "model.safetensors")
+    hugging_face_directory(tmp_path / "hf", {"layer.weight": weight})
     tensors = {"base_model.model.layer.base_layer.weight": weight, "lora": torch.ones(3)}
     assert len(kept(tensors, tmp_path / "a", tmp_path / "hf", frozen=["base_model.*"])) == 1
 
@@ -296,17 +407,6 @@ def test_a_tensor_that_is_changed_after_the_call_is_saved_as_it_was(
     future.result()
 
     assert own_bytes(tmp_path / "third") < 10_000
-    assert torch.equal(reshard.read_state_dict(tmp_path / "third")["w"], state()["w"])
-
-
-def test_a_frozen_tensor_that_is_changed_after_the_call_is_saved_as_it_was(
-    known: dict[str, Any], tmp_path: Path
-) -> None:
-    with busy_background():
-        future = async_save(known, tmp_path / "third", base=tmp_path / "second", frozen=["w"])
-        known["w"].zero_()
-    future.result()
-
     assert torch.equal(reshard.read_state_dict(tmp_path / "third")["w"], state()["w"])
 
 

@@ -54,7 +54,7 @@ def save_later(
     what = "async save in a process" if options.in_process else "async save"
     # Opened here, not in the thread that saves: all ranks call in the same order, whatever order
     # their saves then run in.
-    channel = ranks.open_channel(target.intent(what, settings.use_collectives))
+    channel = ranks.open_channel(target.intent(what, settings.use_collectives, settings.shared))
     save = BackgroundSave(target, planner, channel, options, settings)
     save.start(state_dict)
     return save
@@ -133,15 +133,19 @@ class BackgroundSave:
         self, stager: AsyncStager, state_dict: STATE_DICT_TYPE
     ) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
         """Copy what the base does not hold already."""
-        unchanged = find_unchanged(state_dict, self.target.place, self.settings, self.planner)
         # A stager that was passed has its own way with tensors.
-        if self.options.stager is not None or not takes_any_keyword(stager.stage):
-            unchanged.kept.clear()
-        self._unchanged = unchanged
-        if not unchanged.kept:
+        may_leave_out = self.options.stager is None and takes_any_keyword(stager.stage)
+        self._unchanged = find_unchanged(
+            state_dict if may_leave_out else {}, self.target.place, self.settings, self.planner
+        )
+        if not self._unchanged.kept:
             return stager.stage(state_dict)
-        self.settings = dataclasses.replace(self.settings, unchanged=unchanged.digests)
-        return stager.stage(state_dict, kept=unchanged.tensors)  # type: ignore[call-arg]
+        return stager.stage(state_dict, kept=self._unchanged.tensors)  # type: ignore[call-arg]
+
+    def _verify_unchanged(self) -> None:
+        """Make sure that what was not copied is in the base, and say so to the save."""
+        if self._unchanged.kept:
+            self.settings = dataclasses.replace(self.settings, unchanged=self._unchanged.verify())
 
     def _own_stager(self) -> AsyncStager:
         if stages_by_itself(self.target.writer):
@@ -189,16 +193,14 @@ class BackgroundSave:
         try:
             with self.channel:
                 with failing_together(self.channel, "plan"):
-                    self._unchanged.verify()
+                    self._verify_unchanged()
                     job = SaveJob(
                         self._staged_state(),
                         self.target.choose_writer(),
                         self.planner or DefaultSavePlanner(),
                         self.settings,
                     )
-                metadata = Save(job, self.channel).run()
-            self._unchanged.remember(self.target.place)
-            return metadata
+                return Save(job, self.channel).run()
         finally:
             self._finish_staging()
 
@@ -207,11 +209,9 @@ class BackgroundSave:
             with self.channel:
                 with failing_together(self.channel, "meet"):
                     self._staged_state()
-                    self._unchanged.verify()
+                    self._verify_unchanged()
                 meeting = call_meeting(self.channel)
-            metadata = self._send(meeting)
-            self._unchanged.remember(self.target.place)
-            return metadata
+            return self._send(meeting)
         finally:
             self._finish_staging()
 

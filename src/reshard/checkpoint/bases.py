@@ -7,13 +7,15 @@ are is decided by digests; `references` does that.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from reshard.api import BaseError, CheckpointException
-from reshard.checkpoint.directory import MANIFEST, is_being_deleted, is_shard_name, read_manifest
+from reshard.api import BaseError, CheckpointException, CorruptCheckpointError
+from reshard.checkpoint.announcements import announcer, deletions_in
+from reshard.checkpoint.directory import MANIFEST, is_shard_name, own_files, read_manifest
 from reshard.engine.process_wide import ProcessWide
 from reshard.engine.runs import is_one_run, ravel
 from reshard.engine.writing import Content, Hashed
@@ -30,6 +32,8 @@ from reshard.format.tables import Manifest, Origin
 from reshard.planning.columns import DTYPES
 from reshard.plans.results import WrittenFile
 from reshard.stores.protocol import Reader, Store
+
+logger = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
 _PIECE_BYTES = 4 << 20
@@ -55,11 +59,18 @@ class Base(Protocol):
     def locations(self) -> Sequence[str]:
         """All places that references may lead to, relative to the new checkpoint."""
 
+    @property
+    def checkpoints(self) -> Sequence[str]:
+        """Those of them that are checkpoints, which somebody may delete."""
+
     def find(self, content: Content) -> Candidate | None:
         """Stored bytes of the same tensor and region, if there are any."""
 
     def hash(self, candidate: Candidate, expected_probe: int | None) -> Hashed:
         """The probe and digest of stored bytes; no digest if another probe is expected."""
+
+    def known_hash(self, candidate: Candidate) -> Hashed | None:
+        """The same, if it is known without reading the bytes."""
 
     def check_unchanged(self) -> None:
         """Raise if the base was replaced, or is being deleted."""
@@ -67,6 +78,11 @@ class Base(Protocol):
 
 def base_location(store: Store, base: str | os.PathLike[str]) -> str:
     """Where the base lies, as seen from the new checkpoint in `store`."""
+    if "://" in os.fspath(base) and "://" not in store.location:
+        raise BaseError(
+            f"the base {os.fspath(base)!r} is a URL, and this release of reshard has bases in "
+            "directories only. Pass a directory (such as one where that is mounted)"
+        )
     try:
         location = store.relative(base)
     except ValueError as error:
@@ -103,10 +119,30 @@ def open_base(store: Store, location: str) -> Base:
         base = StoredCheckpoint(store, there, location)
         # Before anything is made. It is looked at again when this save can be seen.
         base.check_unchanged()
+        base.check_files()
         return base
+    except BaseError as error:
+        raise BaseError(f"the base cannot be used: {error}") from error
     except CheckpointException as error:
         # The class says what is wrong with it.
-        raise type(error)(f"the base cannot be used: {error}") from error
+        raise type(error)(
+            f"the base cannot be used: {error}. Pass another base, or none"
+        ) from error
+
+
+def warn_of_unguarded(store: Store, base: Base) -> None:
+    """Log what a save to `store` may refer to where nobody who deletes it will look for that."""
+    name = os.path.basename(os.path.realpath(store.location))
+    for location in dict.fromkeys(base.checkpoints):
+        *folders, last = location.removeprefix("../").split("/")
+        if not folders or (folders[0] == ".." and len(folders) == 2 and last == name):
+            continue
+        logger.warning(
+            "%s may refer to %s, which is not beside it: whoever deletes or replaces that is not "
+            "told. Keep it, or end the dependence with reshard.materialise",
+            store.location,
+            store.at(location).location,
+        )
 
 
 class StoredCheckpoint:
@@ -121,7 +157,9 @@ class StoredCheckpoint:
         self._files = [
             _written_file(manifest, file, own, origins) for file in range(len(manifest.files))
         ]
-        self.locations = [location, *(origin.location for origin in origins if origin is not None)]
+        seen = [own, *(origin for origin in origins if origin is not None)]
+        self.locations = [each.location for each in seen]
+        self.checkpoints = [each.location for each in seen if each.save_id]
 
     def find(self, content: Content) -> Candidate | None:
         m, table = self._manifest, self._manifest.table
@@ -158,10 +196,25 @@ class StoredCheckpoint:
             raise ValueError("the candidate is of another base")
         return candidate.hashed
 
+    def known_hash(self, candidate: Candidate) -> Hashed | None:
+        return candidate.hashed
+
+    def check_files(self) -> None:
+        """Raise if its own files are not all there, before anybody relies on them."""
+        missing = own_files(self._manifest).keys() - set(self._there.list())
+        if missing:
+            raise CorruptCheckpointError(
+                f"{self._there.location} lacks its file {min(missing)!r}"
+                + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            )
+
     def check_unchanged(self) -> None:
         where = self._there.location
-        if is_being_deleted(self._there):
-            raise BaseError(f"{where} is being deleted. Save without a base, or with another")
+        for deletion in deletions_in(self._there):
+            who, if_gone = announcer(self._there, deletion)
+            raise BaseError(
+                f"{where} is being deleted ({who}). Save without a base, or with another. {if_gone}"
+            )
         if self._there.version(MANIFEST) != self._version:
             raise BaseError(f"{where} was replaced or deleted while this save began. Save again")
 
@@ -207,7 +260,7 @@ class PlainFiles:
         # Some directories hold the same tensors twice, as `consolidated.safetensors`.
         for path in sorted(paths, key=lambda path: (not path.startswith("model"), path)):
             self._add(path, location)
-        self.locations = [location]
+        self.locations, self.checkpoints = [location], ()
 
     def _add(self, path: str, location: str) -> None:
         where = f"{path!r} of {self._there.location}"
@@ -259,21 +312,29 @@ class PlainFiles:
         return None
 
     def hash(self, candidate: Candidate, expected_probe: int | None) -> Hashed:
-        file, begin, nbytes = candidate.file, candidate.begin, candidate.stored_nbytes
-        place = (
+        place = self._place(candidate)
+        found = _hashes().get(place)
+        if found is None or (found.digest is None and expected_probe in (None, found.probe)):
+            with contextlib.closing(self._there.open_reader(candidate.file.path)) as reader:
+                found = _hash_range(
+                    reader, candidate.begin, candidate.stored_nbytes, expected_probe
+                )
+            _hashes()[place] = found
+        return found
+
+    def known_hash(self, candidate: Candidate) -> Hashed | None:
+        return _hashes().get(self._place(candidate))
+
+    def _place(self, candidate: Candidate) -> tuple[object, ...]:
+        """What bytes are known by, as long as nobody writes to the file."""
+        file = candidate.file
+        return (
             self._there.location,
             file,
-            self._there.modified(file.path),
-            begin,
-            nbytes,
+            self._there.stamp(file.path),
+            candidate.begin,
+            candidate.stored_nbytes,
         )
-        known = _hashes()
-        found = known.get(place)
-        if found is None or (found.digest is None and expected_probe in (None, found.probe)):
-            with contextlib.closing(self._there.open_reader(file.path)) as reader:
-                found = _hash_range(reader, begin, nbytes, expected_probe)
-            known[place] = found
-        return found
 
     def check_unchanged(self) -> None:
         """Nothing tells; whoever reads it verifies every chunk."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from reshard.api import CheckpointInUseError, CheckpointNotFoundError
-from reshard.checkpoint.dependents import claims_in, dependents_of, files_in_use
+from reshard.api import CheckpointInUseError, CheckpointNotFoundError, UnsupportedFormatError
+from reshard.checkpoint.announcements import announcer, claims_in, deletions_in, may_be_alive
+from reshard.checkpoint.dependents import dependents_of, files_in_use
 from reshard.checkpoint.directory import (
     CLAIM,
     DELETION,
@@ -20,18 +21,15 @@ from reshard.checkpoint.directory import (
     SHARD_FILE,
     delete_quietly,
     deletion_name,
+    deletion_text,
     has_checkpoint,
-    is_being_deleted,
+    has_foreign_manifest,
     put_new,
     token_of,
 )
-from reshard.stores.owners import is_alive
 from reshard.stores.protocol import Store
 
 logger = logging.getLogger(__name__)
-
-_FORGOTTEN_SECONDS = 24 * 3600.0
-"""How long a save on another machine, of which nothing else is known, may be alive."""
 
 
 def remove_debris(store: Store, committed: str | None, save_id: str, used: Collection[str]) -> None:
@@ -68,12 +66,12 @@ def remove_debris(store: Store, committed: str | None, save_id: str, used: Colle
 def _withdraw_dead(store: Store, claim: str) -> bool:
     """Remove the claim of a save that is dead; whether it was, and this did it."""
     match = CLAIM.fullmatch(claim)
-    living = is_alive(match[2]) if match else None
-    if living is None:
-        made, now = store.modified(claim), store.modified(MANIFEST)
-        living = made is None or now is None or now - made < _FORGOTTEN_SECONDS
+    # The manifest was made just now.
+    now = store.modified(MANIFEST)
+    if match is None or now is None or may_be_alive(store, claim, match[2], now):
+        return False
     try:
-        return not living and store.delete(claim)
+        return store.delete(claim)
     except OSError as error:
         logger.warning("could not remove %r from %s: %s", claim, store.location, error)
         return False
@@ -87,18 +85,27 @@ def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None
     claim first, and then looks for announcements. So one of the two sees the other.
     """
     try:
-        is_there = any(map(_is_of_a_checkpoint, store.list()))
+        is_there = any(_is_of_a_checkpoint(store, key) for key in store.list())
     except NotADirectoryError:
         is_there = False
     if not is_there:
         raise CheckpointNotFoundError(f"there is no checkpoint at {store.location} to delete")
+    if has_foreign_manifest(store):
+        raise UnsupportedFormatError(
+            f"{store.location} is not deleted: its {MANIFEST} is no manifest of reshard, but of "
+            "torch.distributed.checkpoint or of something else. If nobody needs what is there, "
+            "remove the directory yourself"
+        )
     announcement = deletion_name()
+    for other in deletions_in(store):
+        who, if_gone = announcer(store, other)
+        raise CheckpointInUseError(f"{store.location} is being deleted already ({who}). {if_gone}")
     try:
-        if is_being_deleted(store):
-            raise FileExistsError
-        put_new(store, announcement, b"this checkpoint is being deleted\n", durable=False)
+        put_new(store, announcement, deletion_text(), durable=False)
     except FileExistsError:
-        raise CheckpointInUseError(f"{store.location} is being deleted already") from None
+        raise CheckpointInUseError(
+            f"{store.location} is being deleted already, by another thread"
+        ) from None
     try:
         _check_free(store)
         dependents = dependents_of(store)
@@ -116,29 +123,39 @@ def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None
     store.delete(MANIFEST)
     store.sync()
     # The announcement last: what is there without one is found by whoever deletes again.
-    for key in [*filter(_is_of_a_checkpoint, store.list()), announcement]:
-        store.delete(key)
+    for key in store.list():
+        if key != announcement and _is_of_a_checkpoint(store, key):
+            store.delete(key)
+    store.delete(announcement)
     store.remove()
 
 
-def _is_of_a_checkpoint(key: str) -> bool:
+def _is_of_a_checkpoint(store: Store, key: str) -> bool:
     """Whether a file is of a checkpoint, of a save, or of a deletion that ended early."""
     deletion = DELETION.fullmatch(key)
     if deletion:
-        return is_alive(deletion[1]) is False
+        return not may_be_alive(store, key, deletion[1])
     return key == MANIFEST or any(each.fullmatch(key) for each in (SHARD_FILE, PART, CLAIM))
 
 
 def _check_free(store: Store) -> None:
     for claim in claims_in(store):
+        who, if_gone = announcer(store, claim)
         raise CheckpointInUseError(
-            f"a save to {store.location} is under way ({claim!r} says so): wait for it to end"
+            f"a save to {store.location} is under way ({who}). Wait for it to end. {if_gone}"
         )
 
 
 def _describe(store: Store, dependents: Collection[Store]) -> str:
     shown = ", ".join(dependent.location for dependent in [*dependents][:5])
     more = f" and {len(dependents) - 5} more" if len(dependents) > 5 else ""
+    for dependent in dependents:
+        for claim in claims_in(dependent):
+            who, if_gone = announcer(dependent, claim)
+            return (
+                f"{store.location} holds data that a save to {dependent.location} may refer to, "
+                f"which is under way ({who}). Wait for it to end. {if_gone}"
+            )
     return (
         f"{store.location} holds data that other checkpoints refer to: {shown}{more}. Delete those "
         "first, make them whole with reshard.materialise, or pass materialise=True"

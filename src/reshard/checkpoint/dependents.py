@@ -13,16 +13,16 @@ from reshard.api import (
     CorruptCheckpointError,
     UnsupportedFormatError,
 )
+from reshard.checkpoint.announcements import claims_in
 from reshard.checkpoint.directory import (
-    CLAIM,
     is_same_place,
     locations_in_claim,
     read_manifest,
     read_one_manifest,
     requirements,
 )
+from reshard.engine.process_wide import ProcessWide
 from reshard.format.tables import REFERENCES, Manifest
-from reshard.stores.owners import is_alive
 from reshard.stores.protocol import CutShortError, Store
 
 logger = logging.getLogger(__name__)
@@ -56,19 +56,33 @@ def files_in_use(store: Store) -> set[str] | None:
     return files
 
 
-def claims_in(store: Store) -> Iterator[str]:
-    """The claims of saves that may be alive."""
-    for key in store.list():
-        match = CLAIM.fullmatch(key)
-        if match and is_alive(match[2]) is not False:
-            yield key
-
-
 def _neighbours(store: Store) -> Iterator[Store]:
     for location in store.neighbours():
         neighbour = store.at(location)
-        if not is_same_place(store, neighbour):
+        if not is_same_place(store, neighbour) and _may_be_listed(neighbour):
             yield neighbour
+
+
+def _may_be_listed(neighbour: Store) -> bool:
+    """Whether this user may look into a place. Others, such as lost+found, are passed over."""
+    try:
+        neighbour.list()
+    except PermissionError as error:
+        if neighbour.location not in _passed_over():
+            _passed_over().add(neighbour.location)
+            logger.warning(
+                "%s is taken not to refer to its neighbours, since it may not be listed: %s",
+                neighbour.location,
+                error,
+            )
+        return False
+    except OSError as error:
+        raise _untold(neighbour, error) from error
+    return True
+
+
+_passed_over: ProcessWide[set[str]] = ProcessWide(set)
+"""Places that a warning was logged for."""
 
 
 def _is_named_by_a_claim(store: Store, neighbour: Store) -> bool:
@@ -134,15 +148,21 @@ def _manifest_with_references(neighbour: Store) -> Manifest | None:
     except CorruptCheckpointError:
         # Not even a header, as of a file that happens to have the name.
         return None
+    except OSError as error:
+        raise _untold(neighbour, error) from error
     try:
         return read_manifest(neighbour)
     except CheckpointNotFoundError:
         return None
     except CheckpointException as error:
-        raise CheckpointInUseError(
-            f"what {neighbour.location} refers to cannot be told, since its manifest cannot be "
-            f"read: {error}. Remove or repair it first"
-        ) from error
+        raise _untold(neighbour, error) from error
+
+
+def _untold(neighbour: Store, error: Exception) -> CheckpointInUseError:
+    return CheckpointInUseError(
+        f"what {neighbour.location} refers to cannot be told, since it cannot be read: {error}. "
+        "Remove or repair it first"
+    )
 
 
 def _leads_to(origin: Store, location: str, store: Store) -> bool:

@@ -24,13 +24,14 @@ from reshard.format.checks import check_manifest
 from reshard.format.manifest import (
     MANIFEST_LIMIT_BYTES,
     decode_manifest,
+    looks_like_manifest,
     read_manifest_bytes,
     read_requirements,
 )
 from reshard.format.merging import merge_manifests
 from reshard.format.tables import PARTS, Manifest
 from reshard.metadata import Metadata
-from reshard.stores.owners import OWNER, is_alive, owner_tag
+from reshard.stores.owners import OWNER, owner_tag
 from reshard.stores.protocol import Store
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,11 @@ def claim_name(save_id: str) -> str:
 
 
 _SAVING, _REFERS_TO = "is saving here", "refers to "
+
+
+def deletion_text() -> bytes:
+    """What the announcement of a deletion says to a person who looks."""
+    return f"{socket.gethostname()}, process {os.getpid()}, is deleting this\n".encode()
 
 
 def claim_text(refers_to: Sequence[str]) -> bytes:
@@ -213,10 +219,16 @@ def requirements(store: Store) -> set[str]:
         reader.close()
 
 
-def is_being_deleted(store: Store) -> bool:
-    """Whether a process that may be alive is deleting the checkpoint."""
-    found = (DELETION.fullmatch(key) for key in store.list())
-    return any(match and is_alive(match[1]) is not False for match in found)
+def has_foreign_manifest(store: Store) -> bool:
+    """Whether the file with the name of the manifest is something else, such as DCP's."""
+    try:
+        reader = store.open_reader(MANIFEST)
+    except FileNotFoundError:
+        return False
+    try:
+        return not looks_like_manifest(reader)
+    finally:
+        reader.close()
 
 
 def is_same_place(store: Store, other: Store) -> bool:
@@ -240,7 +252,7 @@ def _describe_absence(store: Store) -> str:
     if any(SHARD_FILE.fullmatch(key) for key in keys):
         return (
             f"the checkpoint at {store.location} was never committed: it has shard files but no "
-            f"{MANIFEST}. A save that was cut off leaves these; load an older checkpoint"
+            f"{MANIFEST}. A save that was cut off leaves these; use an older checkpoint"
         )
     shown = ", ".join([*map(repr, keys[:3]), *(["..."] if len(keys) > 3 else [])])
     return (

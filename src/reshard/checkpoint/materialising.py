@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reshard.api import CorruptCheckpointError
-from reshard.checkpoint.directory import own_files, read_manifest, requirements, shard_name
+from reshard.api import CheckpointExistsError, CorruptCheckpointError
+from reshard.checkpoint.directory import has_checkpoint, own_files, read_manifest, shard_name
 from reshard.checkpoint.open_save import OpenSave
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.checkpoint.to_manifest import check_readable
@@ -23,33 +23,33 @@ from reshard.engine.workers import default_threads, run_all
 from reshard.engine.writing import Content, lay_out, region_key
 from reshard.format.checksum import Digester, Hasher, checksum, signed
 from reshard.format.manifest import encode_manifest
-from reshard.format.tables import PARTS, Manifest
-from reshard.planning.columns import DTYPES, Bools
+from reshard.format.tables import Manifest
+from reshard.planning.columns import DTYPES
 from reshard.stores.protocol import Store, Writer
 
 _PIECE_BYTES = 8 << 20
 
 
 def materialise(source: Store, target: Store, in_place: bool) -> bool:
-    """Copy what a checkpoint refers to, or all of it to another place; whether there was any.
+    """Copy a checkpoint with all that it refers to; whether there was anything to copy.
 
     Chunks are streamed, and checked on the way. In place, the checkpoint is replaced as a save
-    replaces one: readers see it before or after.
+    replaces one: readers see it before or after. Its own files are copied, too: the files of a
+    checkpoint all carry the id of one save, which is how others refer to them.
     """
     manifest = read_manifest(source)
-    # Parts that were merged may share bytes, which one manifest does not describe.
-    copy_all = not in_place or PARTS in requirements(source)
-    foreign = np.array(
-        [manifest.origin_of(file) is not None for file in range(len(manifest.files))], dtype=bool
-    )
-    if in_place and not foreign.any():
+    if in_place and not manifest.origins:
         return False
-    copied = np.ones_like(foreign) if copy_all else foreign
+    if not in_place and has_checkpoint(target):
+        raise CheckpointExistsError(
+            f"there is a checkpoint at {target.location} already: name a place where there is "
+            "none, or delete it first"
+        )
     save = OpenSave(target, str(uuid.uuid4()))
     files = ShardFiles(source, manifest, Verify.CHUNKS)
     try:
         save.begin(overwrite=in_place)
-        whole = _Copying(files, save).run(copied)
+        whole = _Copying(files, save).run()
         check_readable(whole, f"the manifest of {target.location}")
         save.check_visible(own_files(whole), rank=0)
         save.sync()
@@ -63,13 +63,17 @@ def materialise(source: Store, target: Store, in_place: bool) -> bool:
 
 
 class _Item(NamedTuple):
-    """Stored bytes to copy. `digest` is that of a chunk, or the checksum of a value."""
+    """Stored bytes to copy. `digest` is that of a chunk, or the checksum of a value.
+
+    The digest of an encoded chunk is of its content; `encoded_row` says which one it is.
+    """
 
     name: str
     begin: int
     nbytes: int
-    digest: bytes | None
+    digest: bytes
     is_value: bool = False
+    encoded_row: int | None = None
 
 
 class _Copying:
@@ -80,38 +84,32 @@ class _Copying:
         self._local = threading.local()
         self._advance: Callable[[int], None] = lambda nbytes: None
 
-    def run(self, copied: Bools) -> Manifest:
-        """Copy the contents of some files into new ones; the manifest of what is then there."""
+    def run(self) -> Manifest:
+        """Copy the contents of each file into a new one; the manifest of what is then there."""
         m = self._manifest
-        chunk_files, chunk_begins = m.chunk_files.copy(), m.chunk_begins.copy()
-        value_files, value_begins = m.value_files.copy(), m.value_begins.copy()
-        kept = np.flatnonzero(~copied)
-        numbers = np.full(len(copied), -1, dtype=np.int64)
-        numbers[kept] = np.arange(len(kept))
-        paths = [m.files[file] for file in kept.tolist()]
-        about = [m.file_sizes[kept], m.header_sizes[kept], m.header_checksums[kept]]
-        total = int(m.stored_nbytes[copied[m.chunk_files]].sum()) if len(m.chunk_files) else 0
-        with watched(f"materialising {self._save.store.location}", total, True) as progress:
+        chunk_begins, value_begins = m.chunk_begins.copy(), m.value_begins.copy()
+        paths: list[str] = []
+        about: list[tuple[int, int, int]] = []
+        with watched(
+            f"materialising {self._save.store.location}", int(m.stored_nbytes.sum()), True
+        ) as progress:
             self._advance = progress.advance
-            for number, file in enumerate(np.flatnonzero(copied).tolist()):
+            for file in range(len(m.files)):
                 chunks = np.flatnonzero(m.chunk_files == file)
                 values = np.flatnonzero(m.value_files == file)
-                path = shard_name(0, number, self._save.save_id)
-                sizes, begins = self._copy_file(file, path, chunks.tolist(), values.tolist())
-                numbers[file] = len(paths)
-                paths.append(path)
-                about = [np.append(c, n) for c, n in zip(about, sizes, strict=True)]
+                paths.append(shard_name(0, file, self._save.save_id))
+                sizes, begins = self._copy_file(file, paths[-1], chunks.tolist(), values.tolist())
+                about.append(sizes)
                 chunk_begins[chunks] = begins[: len(chunks)]
                 value_begins[values] = begins[len(chunks) :]
+        columns = np.array(about, dtype=np.int64).reshape(-1, 3)
         return dataclasses.replace(
             m,
             files=paths,
-            file_sizes=about[0],
-            header_sizes=about[1],
-            header_checksums=about[2],
-            chunk_files=numbers[chunk_files] if len(chunk_files) else chunk_files,
+            file_sizes=columns[:, 0],
+            header_sizes=columns[:, 1],
+            header_checksums=columns[:, 2],
             chunk_begins=chunk_begins,
-            value_files=numbers[value_files] if len(value_files) else value_files,
             value_begins=value_begins,
             file_origins=None,
             origins=(),
@@ -172,8 +170,8 @@ class _Copying:
             m.tensor_names[self._tensor_of(row)],
             int(m.chunk_begins[row]),
             int(m.stored_nbytes[row]),
-            # Encoded chunks have checksums of their own, which are checked when they are decoded.
-            None if is_encoded else m.chunk_digests[row].tobytes(),
+            m.chunk_digests[row].tobytes(),
+            encoded_row=row if is_encoded else None,
         )
 
     def _value(self, row: int) -> _Item:
@@ -189,21 +187,42 @@ class _Copying:
     def _copy(self, key: str, item: _Item, writer: Writer, position: int) -> None:
         reader = self._files.readers[key]
         hasher = Hasher() if item.is_value else Digester()
-        buffer = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(_PIECE_BYTES))
         for begin in range(0, item.nbytes, _PIECE_BYTES):
-            piece = buffer[: min(_PIECE_BYTES, item.nbytes - begin)]
+            piece = self._buffer()[: min(_PIECE_BYTES, item.nbytes - begin)]
             reader.read_into(item.begin + begin, [piece])
             hasher.update(piece)
             writer.write(position + begin, [piece])
             writer.start_sync(position + begin, len(piece))
             self._advance(len(piece))
-        if item.digest is not None and hasher.digest() != item.digest:
+        try:
+            found = hasher.digest()
+            if item.encoded_row is not None:
+                found = self._decoded_digest(item.encoded_row)
+            cause = None
+        except CorruptCheckpointError as error:
+            found, cause = b"", error
+        if found != item.digest:
             raise CorruptCheckpointError(
                 f"the stored bytes of {item.name!r} in {key!r} of {self._files.store.location} are "
                 "damaged, so that the checkpoint cannot be made whole"
-            )
+                + ("" if cause is None else f": {cause}")
+            ) from cause
+
+    def _decoded_digest(self, row: int) -> bytes:
+        """The digest of what an encoded chunk decodes to."""
+        key, _ = self._files.open_chunk(row)
+        reader, digester = self._files.readers[key], Digester()
+        for begin in range(0, reader.nbytes, _PIECE_BYTES):
+            piece = self._buffer()[: min(_PIECE_BYTES, reader.nbytes - begin)]
+            reader.read_into(begin, [piece])
+            digester.update(piece)
+        return digester.digest()
+
+    def _buffer(self) -> memoryview:
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = memoryview(bytearray(_PIECE_BYTES))
+        return buffer
 
 
 def _make_distinct(contents: list[Content]) -> None:

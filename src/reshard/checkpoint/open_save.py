@@ -17,6 +17,7 @@ from reshard.api import (
     CommitConflictError,
     CorruptCheckpointError,
 )
+from reshard.checkpoint.announcements import announcer, deletions_in
 from reshard.checkpoint.debris import remove_debris
 from reshard.checkpoint.directory import (
     MANIFEST,
@@ -24,7 +25,6 @@ from reshard.checkpoint.directory import (
     claim_text,
     delete_quietly,
     has_checkpoint,
-    is_being_deleted,
     is_committed,
     put_new,
 )
@@ -66,11 +66,12 @@ class OpenSave:
         self._claim = claim_name(self.save_id)
         # Not needed after a crash of the machine.
         put_new(self.store, self._claim, claim_text(refers_to), durable=False)
-        if is_being_deleted(self.store):
-            # After the claim: whoever begins to delete from now on sees it.
+        # After the claim: whoever begins to delete from now on sees it.
+        for deletion in deletions_in(self.store):
+            who, if_gone = announcer(self.store, deletion)
             raise CheckpointInUseError(
-                f"{self.store.location} is being deleted. Save again when that is done, or to "
-                "another place"
+                f"{self.store.location} is being deleted ({who}). Save again when that is done, or "
+                f"to another place. {if_gone}"
             )
         return True
 
@@ -93,9 +94,18 @@ class OpenSave:
         """Check that all files of other checkpoints are still there, before the commit."""
         files = ShardFiles(self.store, manifest, Verify.OFF)
         try:
-            for file in range(len(manifest.files)):
-                if manifest.origin_of(file) is not None:
+            for file, path in enumerate(manifest.files):
+                origin = manifest.origin_of(file)
+                if origin is None:
+                    continue
+                try:
                     files.open(file)
+                except CorruptCheckpointError as error:
+                    raise CorruptCheckpointError(
+                        f"{path!r} of {self.store.at(origin.location).location}, which the new "
+                        "checkpoint was to refer to, is gone or was replaced. Nothing was saved; "
+                        "save with another base, or without one"
+                    ) from error
         finally:
             files.close()
 

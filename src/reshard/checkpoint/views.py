@@ -190,11 +190,9 @@ def _verify(columns: ReadColumns, files: ShardFiles, verify: Verify) -> None:
     owners = m.table.owners[rows]
     check_chunks(
         [
-            StoredChunk(
-                m.tensor_names[owner], files.open(int(m.chunk_files[row])), begin, n, digest
-            )
-            for row, owner, begin, n, digest in zip(
-                rows.tolist(),
+            StoredChunk(m.tensor_names[owner], files.open(file), begin, n, digest, file in suspects)
+            for file, owner, begin, n, digest in zip(
+                m.chunk_files[rows].tolist(),
                 owners.tolist(),
                 m.chunk_begins[rows].tolist(),
                 m.chunk_nbytes[rows].tolist(),

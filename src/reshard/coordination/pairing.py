@@ -7,7 +7,7 @@ must fail, and the other is moved on to the next meeting, where its ranks wait f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,11 +23,13 @@ PATIENCE_WITH_ANOTHER_KIND = 1
 class Intent:
     """What a rank is about to do: `key` is compared, `text` is for people.
 
-    An empty key fits every other: that of a rank that failed before it knew.
+    An empty key fits every other: that of a rank that failed before it knew. `settings` are those
+    that all ranks must agree on, by name: the operation is the same, but cannot be done together.
     """
 
     key: str = ""
     text: str = ""
+    settings: Sequence[tuple[str, str]] = ()
 
     def fits(self, other: str) -> bool:
         return not self.key or not other or self.key == other
@@ -47,6 +49,7 @@ class Arrival(NamedTuple):
     """How often it was moved on; see `moved`."""
     patience: int = PATIENCE
     """How often it may be; see `patience_after`."""
+    settings: Sequence[tuple[str, str]] = ()
 
 
 class Ruling(NamedTuple):
@@ -85,6 +88,19 @@ def judge(arrivals: Mapping[int, Arrival]) -> Ruling | None:
         if passed[key] == 0:
             return Ruling(key, 0)
     return Ruling(by_size[0], 0)
+
+
+def disagreement(arrivals: Mapping[int, Arrival]) -> str:
+    """On what setting ranks that are at the same operation disagree; empty if on none."""
+    settings = {rank: dict(each.settings) for rank, each in arrivals.items() if each.key}
+    for name in sorted({name for of_rank in settings.values() for name in of_rank}):
+        ranks: dict[str, int] = {}
+        for rank in sorted(settings):
+            ranks.setdefault(settings[rank].get(name, "not given"), rank)
+        if len(ranks) > 1:
+            shown = ", ".join(f"{value} on rank {rank}" for value, rank in ranks.items())
+            return f"ranks do not agree on {name}: {shown}. Pass the same on all ranks"
+    return ""
 
 
 def moved(passed: int, seen: int) -> int:

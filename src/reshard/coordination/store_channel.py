@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from reshard.api import RankLostError, _wrap_exception
+from reshard.api import CheckpointException, RankLostError, _wrap_exception
 from reshard.coordination.error_wire import decode_failures, encode_error, encode_failures
 from reshard.coordination.exchange import Exchange
 from reshard.coordination.failures import join_failures, out_of_step, rank_lost, rendezvous_lost
@@ -36,6 +36,7 @@ from reshard.coordination.pairing import (
     PATIENCE,
     Arrival,
     Intent,
+    disagreement,
     judge,
     moved,
     patience_after,
@@ -263,7 +264,8 @@ class StoreChannel:
         if self.intent is None:
             return Arrival("", "", 0, 0)
         ticket = store.add(f"{self.group}/tickets", 1)
-        return Arrival(self.intent.key, self.intent.text, ticket, self._passed, self._patience)
+        key, text, settings = self.intent.key, self.intent.text, self.intent.settings
+        return Arrival(key, text, ticket, self._passed, self._patience, settings)
 
     def _wait_for_answer(
         self, store: Rendezvous, phase: str, number: int
@@ -338,6 +340,8 @@ class StoreChannel:
                 return self._scatter_failures(phase, failures, ruling.loses, ruling.seen)
         messages = {r: _decode(message) for r, message in sorted(gathered.messages.items())}
         failures |= {r: m.body for r, m in messages.items() if m.kind == _FAILURE}
+        if not failures and (text := disagreement(gathered.arrivals)):
+            failures = {self.rank: encode_error(CheckpointException(text))}
         if not failures:
             answers: list[bytes] = []
 

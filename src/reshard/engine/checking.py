@@ -23,6 +23,8 @@ class StoredChunk(NamedTuple):
     begin: int
     nbytes: int
     digest: bytes
+    suspect: bool = False
+    """Whether the file may be another one than it was, with the same header."""
 
 
 def check_chunks(chunks: Sequence[StoredChunk], readers: Mapping[str, Reader], where: str) -> None:
@@ -42,6 +44,6 @@ def check_chunks(chunks: Sequence[StoredChunk], readers: Mapping[str, Reader], w
                 hasher.update(piece)
         except CutShortError as error:
             raise too_short(chunk.name, place, error) from error
-        compare(hasher.digest(), chunk.digest, chunk.name, place)
+        compare(hasher.digest(), chunk.digest, chunk.name, place, chunk.suspect)
 
     run_all(check, sorted(chunks, key=lambda chunk: chunk[1:3]), default_threads())

@@ -178,12 +178,20 @@ def read_bytes(
     return bytes(buffer)
 
 
-def compare(found: bytes, expected: bytes, name: str, where: str) -> None:
-    if found != expected:
-        raise CorruptCheckpointError(
-            f"the stored bytes of {name!r} in {where} are damaged: their checksum is "
-            f"{found.hex()}, it should be {expected.hex()}. Load another checkpoint"
-        )
+def compare(
+    found: bytes, expected: bytes, name: str, where: str, may_be_replaced: bool = False
+) -> None:
+    """Refuse bytes with another digest; those of a file of others may also have been replaced."""
+    if found == expected:
+        return
+    what, then = "are damaged", "Load another checkpoint"
+    if may_be_replaced:
+        what = "are damaged, or the file was replaced since the checkpoint was saved"
+        then = "Put the original file back, or load another checkpoint"
+    raise CorruptCheckpointError(
+        f"the stored bytes of {name!r} in {where} {what}: their checksum is {found.hex()}, it "
+        f"should be {expected.hex()}. {then}"
+    )
 
 
 def too_short(name: str, where: str, error: CutShortError) -> CorruptCheckpointError:
@@ -272,7 +280,7 @@ class _Job:
         for request in batch:
             if request.whole and (self._verify is not Verify.OFF or request.suspect):
                 found = digest(byte_view(request.target))
-                compare(found, request.digest, request.name, self._in(request))
+                compare(found, request.digest, request.name, self._in(request), request.suspect)
 
     def _read_one(self, request: Request) -> None:
         if not request.nbytes:
@@ -307,7 +315,8 @@ class _Job:
             filler.fill(hasher)
         chunk_bytes = math.prod(request.chunk_shape) * request.dtype.itemsize
         self._hash(request, end, chunk_bytes, hasher)
-        compare(hasher.digest(), request.digest, request.name, self._in(request))
+        where = self._in(request)
+        compare(hasher.digest(), request.digest, request.name, where, request.suspect)
         self._verified.add((request.file, request.begin))
 
     def _hash(self, request: Request, begin: int, end: int, hasher: Any) -> None:

@@ -7,6 +7,7 @@ checked against itself before anybody relies on it.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,8 @@ VERSION = 1
 
 _MOST_HEADER_BYTES = 1 << 26
 _PICKLE = b"\x80"
+_LOOK_BYTES = 1 << 16
+_MARK = re.compile(rb'"format"\s*:\s*"%b"' % FORMAT.encode())
 
 MANIFEST_LIMIT_BYTES = 1 << 30
 """The default limit on the size of a manifest."""
@@ -154,6 +157,13 @@ def read_requirements(source: Source, where: str) -> set[str]:
     """What a manifest requires of its readers, whether or not this one knows it."""
     _, notes, _ = parse_header(_read_head(source, where), source.nbytes, where)
     return set(notes.get("requires", "").split())
+
+
+def looks_like_manifest(source: Source) -> bool:
+    """Whether a file was meant to be a manifest, also if it is damaged or of a later version."""
+    start = bytearray(min(_LOOK_BYTES, source.nbytes))
+    source.read_into(0, [memoryview(start)] if start else [])
+    return start[8:9] == b"{" and _MARK.search(start) is not None
 
 
 def _read_head(source: Source, where: str, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> bytearray:

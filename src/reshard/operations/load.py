@@ -128,7 +128,7 @@ def load_now(
 ) -> LoadReport:
     """Load while the caller waits."""
     planner = planner if planner is not None else DefaultLoadPlanner()
-    channel = ranks.open_channel(source.intent())
+    channel = ranks.open_channel(source.intent(settings.verify))
     with checking_arguments(channel):
         settings.check(planner)
         reader, planner = adapt_for_load(source.choose_reader(), planner)

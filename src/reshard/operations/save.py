@@ -60,8 +60,19 @@ class SaveSettings:
     unchanged: Mapping[str, bytes] | None = None
     """The digests of tensors that the state dict holds no data of, since the base does."""
 
+    @property
+    def shared(self) -> list[tuple[str, str]]:
+        """Those that all ranks must agree on, with their values."""
+        base = comparable_place(self.base)
+        return [
+            ("base", repr(base)),
+            ("fingerprint", repr(bool(self.fingerprint))),
+            ("check_replicas", repr(bool(self.check_replicas))),
+        ]
+
     def check(self, writer: StorageWriter) -> None:
         """Refuse settings that contradict each other, or that the storage does not take."""
+        self._check_base()
         if self.frozen and self.base is None:
             raise ValueError(
                 "frozen names tensors that need not be copied because the base holds them: pass "
@@ -81,6 +92,16 @@ class SaveSettings:
                     f"{type(writer).__name__} takes no {name}: pass a FileSystemWriter or a "
                     f"storage that has it in call_settings, or leave {name} out"
                 )
+
+    def _check_base(self) -> None:
+        if self.base is None:
+            return
+        if not isinstance(self.base, str | os.PathLike):
+            raise TypeError(f"base is a path, as text or a pathlib.Path, not {self.base!r}")
+        if not os.fspath(self.base):
+            raise ValueError(
+                "base is empty: pass the directory of a checkpoint, or None to save everything"
+            )
 
     @property
     def is_for_dcp(self) -> bool:
@@ -121,6 +142,7 @@ class SaveSettings:
 
     def absolute(self) -> SaveSettings:
         """The same for later, or for another process: relative paths are taken from here."""
+        self._check_base()
         if self.base is None or "://" in str(self.base):
             return self
         return dataclasses.replace(self, base=os.path.abspath(self.base))
@@ -144,7 +166,7 @@ def save_now(
     settings: SaveSettings = SaveSettings(),  # noqa: B008 - frozen
 ) -> Metadata:
     """Save while the caller waits."""
-    channel = ranks.open_channel(target.intent("save", settings.use_collectives))
+    channel = ranks.open_channel(target.intent("save", settings.use_collectives, settings.shared))
     with checking_arguments(channel):
         check_kinds(writer=target.writer, save=planner)
         save_queue().wait_for_users(target.writer, planner)

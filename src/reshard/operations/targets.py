@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from reshard.coordination.pairing import LOAD, UNKNOWN, Intent
+from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader, FileSystemWriter
 from reshard.operations.user_calls import with_defaults
 from reshard.storage import StorageReader, StorageWriter
@@ -64,7 +66,9 @@ class SaveTarget:
             return comparable_place(getattr(self.writer, "checkpoint_id", None))
         return comparable_place(self.checkpoint_id)
 
-    def intent(self, what: str, use_collectives: bool) -> Intent:
+    def intent(
+        self, what: str, use_collectives: bool, settings: Sequence[tuple[str, str]] = ()
+    ) -> Intent:
         """What a call is about to do, in the same words on all ranks."""
         if not use_collectives:
             what += " without collectives"
@@ -80,7 +84,7 @@ class SaveTarget:
             what += f" to {place!r}"
         elif self.writer is None:
             return UNKNOWN
-        return Intent(what, what)
+        return Intent(what, what, settings)
 
     def absolute(self) -> SaveTarget:
         """The same for later, or for another process: relative paths are taken from here."""
@@ -120,7 +124,7 @@ class LoadSource:
         reader.reset(self.checkpoint_id)
         return reader
 
-    def intent(self) -> Intent:
+    def intent(self, verify: object = None) -> Intent:
         """What a call is about to do. Ranks may have a copy each, at places of their own."""
         try:
             chosen = self.checkpoint_id
@@ -129,4 +133,8 @@ class LoadSource:
             place = comparable_place(chosen)
         except Exception:  # noqa: BLE001 - raised again when the source is used
             place = None
-        return Intent(LOAD, f"load of {place!r}" if place else "load")
+        asked = (verify, getattr(self.reader, "verify", None))
+        # Ranks compare fingerprints together; of other checks each does its own.
+        together = Verify.FINGERPRINT in asked or Verify.FINGERPRINT.value in asked
+        settings = [("verify", "'fingerprint'" if together else "something else")]
+        return Intent(LOAD, f"load of {place!r}" if place else "load", settings)

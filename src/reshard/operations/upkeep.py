@@ -32,7 +32,13 @@ def delete(checkpoint: Place, make_dependents_whole: bool) -> None:
     def make_one_whole(dependent: Store) -> None:
         materialise(dependent, dependent, in_place=True)
 
-    delete_checkpoint(_open(checkpoint), make_one_whole if make_dependents_whole else None)
+    store = _open(checkpoint)
+    if os.path.islink(store.location):
+        raise ValueError(
+            f"{os.fspath(checkpoint)!r} is a link to {os.path.realpath(checkpoint)!r}: pass that "
+            "to delete the checkpoint, or remove the link yourself"
+        )
+    delete_checkpoint(store, make_one_whole if make_dependents_whole else None)
 
 
 def _open(place: Place) -> Store:

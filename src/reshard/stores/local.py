@@ -170,6 +170,15 @@ class LocalStore:
         except FileNotFoundError:
             return None
 
+    def stamp(self, key: str) -> str | None:
+        try:
+            found = self._system.stat(self._path(key))
+        except FileNotFoundError:
+            return None
+        # Tools that copy files set the time of the content, but nobody sets that of the change.
+        numbers = (found.st_dev, found.st_ino, found.st_ctime_ns, found.st_mtime_ns, found.st_size)
+        return "-".join(map(str, numbers))
+
     def delete(self, key: str) -> bool:
         try:
             self._system.unlink(self._path(key))
@@ -208,10 +217,19 @@ class LocalStore:
         return LocalStore(os.path.realpath(f"{self.location}/{location}"), self._system)
 
     def neighbours(self) -> Sequence[str]:
-        parent = os.path.dirname(os.path.realpath(self.location))
+        parent, name = os.path.split(os.path.realpath(self.location))
+        above, own = os.path.split(parent)
         with self._system.scandir(parent) as entries:
             # Not `is_dir` of the entry, which raises for links that lead in a circle.
-            return sorted(f"../{entry.name}" for entry in entries if os.path.isdir(entry.path))
+            beside = [f"../{entry.name}" for entry in entries if os.path.isdir(entry.path)]
+        try:
+            with self._system.scandir(above) as entries:
+                folders = [entry.name for entry in entries if entry.name != own]
+        except PermissionError as error:
+            logger.info("what lies beside %s is not looked at: %s", parent, error)
+            folders = []
+        paths = {f"../../{folder}/{name}": f"{above}/{folder}/{name}" for folder in folders}
+        return sorted([*beside, *(each for each, path in paths.items() if os.path.isdir(path))])
 
     def _sync_directory(self, path: str) -> None:
         descriptor = self._system.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

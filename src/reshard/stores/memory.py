@@ -67,6 +67,9 @@ class MemoryStore:
     def modified(self, key: str) -> float | None:
         return self._times[key] if key in self.files else None
 
+    def stamp(self, key: str) -> str | None:
+        return self.version(key)
+
     def delete(self, key: str) -> bool:
         return self.files.pop(key, None) is not None
 

@@ -111,6 +111,12 @@ class Store(Protocol):
     def modified(self, key: str) -> float | None:
         """When a file was written, in seconds of the store's own clock; None without it."""
 
+    def stamp(self, key: str) -> str | None:
+        """A text that is another one once the file was changed or replaced; None without it.
+
+        Found without reading the file.
+        """
+
     def delete(self, key: str) -> bool:
         """Remove a file; whether it was there."""
 
@@ -130,4 +136,8 @@ class Store(Protocol):
         """The place that `relative` gave a location for."""
 
     def neighbours(self) -> Sequence[str]:
-        """The locations of all places beside this one, this one included."""
+        """The locations of all places beside this one, this one included.
+
+        Also of those that have its name and lie in a folder beside its own, such as
+        `../../step-2/model` for `step-1/model`.
+        """

@@ -6,10 +6,9 @@ import io
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 MKLDNN: torch.layout = torch._mkldnn  # type: ignore[attr-defined]
 
@@ -77,33 +76,6 @@ class _StorageSearch(pickle.Pickler):
             return None
         self.found.setdefault(thing._cdata, thing)
         return "storage"
-
-
-class Stamp(NamedTuple):
-    """Which memory a tensor has, and how often it was changed in ways that autograd sees.
-
-    Equal stamps are of the same storage: a weak reference keeps its address from being reused.
-    """
-
-    storage: StorageWeakRef
-    address: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    version: int
-
-
-def stamp_of(tensor: torch.Tensor) -> Stamp:
-    # Tensors made in inference mode have no version counter.
-    version = -1 if tensor.is_inference() else tensor._version
-    return Stamp(
-        StorageWeakRef(tensor.untyped_storage()),  # type: ignore[no-untyped-call]
-        tensor.data_ptr(),
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        version,
-    )
 
 
 def is_allocated(tensor: torch.Tensor) -> bool:
