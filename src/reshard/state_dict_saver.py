@@ -17,6 +17,7 @@ from reshard.background.trainer import BackgroundOptions, save_later
 from reshard.background.worker import worker_of_this_process
 from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 from reshard.engine.process_wide import release_all
+from reshard.logger import _dcp_method_logger
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
 from reshard.operations.save import SaveSettings, save_now
@@ -40,6 +41,7 @@ __all__ = [
 
 
 @_api_bc_check
+@_dcp_method_logger(log_exceptions=True)
 def save(
     state_dict: STATE_DICT_TYPE,
     *,
@@ -158,6 +160,7 @@ class AsyncSaveResponse:
     upload_completion: Future[Metadata]
 
 
+@_dcp_method_logger(log_exceptions=True)
 def async_save(
     state_dict: STATE_DICT_TYPE,
     *,
