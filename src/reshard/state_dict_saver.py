@@ -23,6 +23,7 @@ from reshard.operations.ranks import Ranks
 from reshard.operations.save import SaveSettings, save_now
 from reshard.operations.targets import SaveTarget
 from reshard.operations.user_calls import _api_bc_check, ask_for_states
+from reshard.operations.user_calls import ask_for_states as _stateful_to_state_dict  # noqa: F401
 from reshard.planner import SavePlanner
 from reshard.snapshots.pool import staging_pool
 from reshard.staging import AsyncStager

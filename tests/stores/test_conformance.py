@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from reshard.stores.file_systems import FileSystem
 from reshard.stores.local import LOCK_FILE, LocalStore
 from reshard.stores.memory import MemoryStore
 from reshard.stores.protocol import Mappable, Store, VersionConflict
+from reshard.stores.stream_store import StreamStore
 from support.failing_system import refusing
+from support.object_files import SCHEME, ListedObjects
 
 
 def put(store: Store, key: str, data: bytes) -> None:
@@ -621,3 +624,17 @@ class TestMemoryStore(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return MemoryStore()
+
+
+class TestFileSystemsOfUsers(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        root = tmp_path / "objects"
+        root.mkdir()
+        return StreamStore(ListedObjects(root), f"{SCHEME}b/here")
+
+
+class TestLocalStreams(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return StreamStore(FileSystem(), tmp_path / "places" / "here")

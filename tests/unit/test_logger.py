@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint.logger as dcp_logger
+from torch.distributed import logging_handlers
 
 import reshard
 from reshard import logger as ours
+from reshard.tensors.event_logger import event_logger
 
 
 class Listener(logging.Handler):
@@ -34,10 +36,13 @@ class Listener(logging.Handler):
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     """Listens where telemetry for DCP does."""
-    handler = Listener()
-    dcp_logger._dcp_logger.addHandler(handler)
+    handler, logger = Listener(), dcp_logger._dcp_logger
+    logger.addHandler(handler)
+    # Otherwise it is off in tests, where pytest listens to all loggers.
+    logger.disabled = False
     yield handler
-    dcp_logger._dcp_logger.removeHandler(handler)
+    logger.disabled = True
+    logger.removeHandler(handler)
 
 
 def around(*steps: str) -> list[tuple[str, str]]:
@@ -114,6 +119,7 @@ def test_nothing_is_collected_while_nobody_listens(
     monkeypatch.setattr(ours, "_get_msg_dict", lambda name, **_: described.append(name) or {})
     # Without those of pytest.
     monkeypatch.setattr(ours._dcp_logger, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(ours._dcp_logger, "disabled", False)
     reshard.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c")
     assert described == []
 
@@ -157,3 +163,16 @@ def test_the_root_logger_is_set_up_to_show_the_rank(
     ours._init_logger(3)
     ours.logger.info("saved")
     assert capsys.readouterr().err.startswith("[3] ")
+
+
+def test_a_handler_that_is_registered_with_torch_hears_the_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As telemetry does before the first import of the logger.
+    handler = Listener()
+    monkeypatch.setitem(logging_handlers._log_handlers, "dcp_logger", handler)
+    monkeypatch.setattr(ours, "_dcp_logger", event_logger())
+    with ours.logged("step"):
+        pass
+    ours._dcp_logger.removeHandler(handler)
+    assert handler.order() == [("step", "start"), ("step", "end")]

@@ -24,13 +24,20 @@ from support.ranks import run_alone
 
 DCP = "torch.distributed.checkpoint"
 COUNTERPARTS = [
+    "_async_executor",
+    "_async_process_executor",
+    "_async_thread_executor",
+    "_checkpointer",
     "_consolidate_hf_safetensors",
     "_dedup_save_plans",
     "_dedup_tensors",
     "_extension",
     "_hf_utils",
     "_nested_dict",
+    "_pg_transport",
     "_sharded_tensor_utils",
+    "_state_dict_stager",
+    "_storage_utils",
     "_traverse",
     "_version",
     "api",
@@ -45,6 +52,7 @@ COUNTERPARTS = [
     "planner",
     "planner_helpers",
     "quantized_hf_storage",
+    "resharding",
     "staging",
     "state_dict",
     "state_dict_loader",
