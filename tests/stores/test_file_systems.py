@@ -321,3 +321,37 @@ def test_what_is_special_of_a_save_or_load_works_through_streams_too(
     loaded = empty()
     reshard.load(loaded, storage_reader=reader, checkpoint_id=later)
     torch.testing.assert_close(loaded, state())
+
+
+def test_streams_that_only_go_forward_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    class Forward(Objects):
+        """As readers that are made for the records of DCP alone."""
+
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+            with super().create_stream(path, mode) as stream:
+                if mode == "rb" and "safetensors" in str(path):
+                    stream = io.BufferedReader(OnlyForward(stream.read()))
+                yield stream
+
+    class OnlyForward(io.RawIOBase):
+        def __init__(self, data: bytes) -> None:
+            self._data = io.BytesIO(data)
+
+        def readable(self) -> bool:
+            return True
+
+        def seekable(self) -> bool:
+            return True
+
+        def seek(self, offset: int, whence: int = 0) -> int:
+            if whence == os.SEEK_END:
+                raise ValueError("whence must be SEEK_CUR or SEEK_SET integers")
+            return self._data.seek(offset, whence)
+
+        def readinto(self, buffer: Any) -> int:
+            return self._data.readinto(buffer)
+
+    reshard.save(state(), storage_writer=ObjectWriter(tmp_path, PLACE))
+    with pytest.raises(reshard.CheckpointException, match="cannot seek to the end"):
+        reshard.load(empty(), storage_reader=ObjectReader(tmp_path, PLACE, Forward))

@@ -264,6 +264,15 @@ class _StreamReader:
         try:
             self._stream.seek(0, os.SEEK_END)
             self.nbytes: int = self._stream.tell()
+        except ValueError as error:
+            self.close()
+            raise OSError(
+                errno.ESPIPE,
+                f"its stream cannot seek to the end ({error}), so that headers cannot be found: "
+                "use streams that can (of s3torchconnector: pass "
+                "reader_constructor=S3ReaderConstructor.default())",
+                self._path,
+            ) from error
         except BaseException:
             self.close()
             raise
