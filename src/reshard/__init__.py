@@ -14,6 +14,7 @@ from reshard.metadata import (
 from reshard.optimizer import load_sharded_optimizer_state_dict
 from reshard.patching import patch
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from reshard.protocol import CheckpointableTensor
 from reshard.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from reshard.rank_values import per_rank
 from reshard.state_dict_loader import (
@@ -29,6 +30,7 @@ from reshard.storage import StorageReader, StorageWriter
 __all__ = [
     "BytesStorageMetadata",
     "CheckpointException",
+    "CheckpointableTensor",
     "ChunkStorageMetadata",
     "Comparison",
     "DefaultLoadPlanner",

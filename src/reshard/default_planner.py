@@ -32,6 +32,8 @@ from reshard.planner import (
     WriteItemType,
 )
 from reshard.plans.cache import PlanCache
+from reshard.plans.chunk_pairs import _check_box_bounds as _check_box_bounds
+from reshard.plans.chunk_pairs import _check_box_overlap as _check_box_overlap
 from reshard.plans.entries import dtype_of, locate
 from reshard.plans.global_plan import (
     combine_plans,
@@ -66,7 +68,12 @@ from reshard.tensors.paths import (
     set_element,
     set_elements,
 )
-from reshard.tensors.shards import DTensorReader, check_local_memory, find_state_dict_object
+from reshard.tensors.shards import (
+    DTensorReader,
+    check_local_memory,
+    find_state_dict_object,
+    with_held_shards,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +126,9 @@ class DefaultSavePlanner(SavePlanner):
         self._reader = DTensorReader()
         self._enable_plan_caching = enable_plan_caching or plan_cache is not None
         self._cache = plan_cache if plan_cache is not None else PlanCache()
+        self._cached_plans_key = type(self).__name__
+        if self._enable_plan_caching:
+            self._show_cache()
 
     def set_up_planner(
         self,
@@ -128,6 +138,7 @@ class DefaultSavePlanner(SavePlanner):
     ) -> None:
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict, self.rules)
+        state_dict = with_held_shards(state_dict)
         self.state_dict, self.mappings = expand_for_save(state_dict, self.mappings)
         if not self.takes_composites:
             refuse_composites(self.state_dict)
@@ -151,6 +162,9 @@ class DefaultSavePlanner(SavePlanner):
 
     def forget_cached_plans(self) -> None:
         self._cache.clear()
+
+    def _remembered(self) -> Mapping[str, Any]:
+        return self._cache.contents()
 
     def remember_in(self, caches: dict[str, PlanCache]) -> None:
         """Go on with what this planner remembered when it was here before, in another copy."""
@@ -180,7 +194,7 @@ class DefaultSavePlanner(SavePlanner):
         if self._enable_plan_caching:
             new_plan = self._cache.final(new_plan)
             # Only now is the plan known to have been accepted.
-            self._cache.local_fingerprint = self.plan.fingerprint
+            self._cache.local_plan = self.plan
         self.plan = new_plan
         return new_plan
 
@@ -257,6 +271,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self, flat: STATE_DICT_TYPE, metadata: Metadata | None, is_coordinator: bool
     ) -> None:
         """Plan to fill a flat state dict."""
+        flat = with_held_shards(flat)
         self.composites = CompositeTargets()
         if metadata is not None:
             flat = self.composites.expand(flat, metadata, self.excludes)

@@ -10,7 +10,6 @@ import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.futures import Future
 from reshard.api import CheckpointException
 from reshard.checkpoint.bases import Base, base_location, open_base, warn_of_unguarded
 from reshard.checkpoint.directory import (
+    MANIFEST,
     index_of_parts,
     own_files,
     part_name,
@@ -27,6 +27,18 @@ from reshard.checkpoint.open_save import OpenSave
 from reshard.checkpoint.reads import ReadOptions, read_items, read_values, refuse_pickles
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.checkpoint.stored_metadata import can_be_read_back, refer_to
+from reshard.checkpoint.stream_items import (  # noqa: F401 - DCP users import them from here
+    DEFAULT_SUFFIX,
+    SerializationFormat,
+    StreamSlice,
+    _item_size,
+    _split_by_size_and_type,
+    _StoragePrefix,
+    _StorageReaderTransforms,
+    _StorageWriterTransforms,
+    _write_item,
+    narrow_tensor_by_index,
+)
 from reshard.checkpoint.to_dcp import DCP_VERSION, check_formats, encode_dcp_metadata
 from reshard.checkpoint.to_manifest import check_readable, to_manifest
 from reshard.checkpoint.to_metadata import StorageMap, to_metadata
@@ -38,17 +50,36 @@ from reshard.format.codec import check_compress
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES, VERSION, encode_manifest
 from reshard.format.tables import Manifest
 from reshard.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
-from reshard.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from reshard.planner import (  # noqa: F401 - as above
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 from reshard.plans.traits import default_step
 from reshard.staging import BlockingAsyncStager
 from reshard.storage import StorageInfo, StorageReader, StorageWriter, WriteResult
+from reshard.stores.file_systems import FileSystem, FileSystemBase
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
+from reshard.stores.stream_store import StreamStore
 
-__all__ = ["FileSystemReader", "FileSystemWriter", "StorageInfo"]
+__all__ = [
+    "FileSystem",
+    "FileSystemBase",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "SerializationFormat",
+    "StorageInfo",
+]
 
 CURRENT_DCP_VERSION = str(VERSION)
 _StorageInfo = StorageInfo
+_metadata_fn = MANIFEST
 
 
 class FileSystemWriter(StorageWriter):
@@ -63,6 +94,9 @@ class FileSystemWriter(StorageWriter):
 
     `thread_count` 0 chooses by the number of cores. `per_thread_copy_ahead` and
     `serialization_format` are accepted and have no effect.
+
+    A subclass may set `self.fs` to a `FileSystemBase` of its own, and `self.path` to what its
+    `init_path` returns. All bytes then go through its streams, one thread for each file.
     """
 
     def __init__(
@@ -77,8 +111,9 @@ class FileSystemWriter(StorageWriter):
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = None,
     ) -> None:
-        self.extensions = tuple(_extensions or ())
-        self.path = Path(path)
+        self.fs: FileSystemBase = FileSystem()
+        self.path: str | os.PathLike[str] = self.fs.init_path(path)
+        self.transforms = _StorageWriterTransforms(_extensions)
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
         self.thread_count = thread_count
@@ -101,6 +136,11 @@ class FileSystemWriter(StorageWriter):
         self.format = "reshard"
         self._stager = BlockingAsyncStager(cache_staged_state_dict)
 
+    @property
+    def extensions(self) -> tuple[Any, ...]:
+        """What the stored bytes go through."""
+        return tuple(self.transforms.extensions)
+
     _synchronize_after_execute = False
     call_settings: tuple[str, ...] = ("base", "unchanged", "compress", "fingerprint", "format")
 
@@ -116,7 +156,7 @@ class FileSystemWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_local(checkpoint_id)
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
 
     @property
     def _is_for_dcp(self) -> bool:
@@ -127,7 +167,7 @@ class FileSystemWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = self.fs.init_path(checkpoint_id)
         self._renew()
 
     def _renew(self) -> None:
@@ -177,11 +217,17 @@ class FileSystemWriter(StorageWriter):
 
     def open_store(self) -> Store:
         """Where the bytes go. Made to be overridden."""
-        return LocalStore(self.path)
+        return _store_in(self.fs, self.path)
+
+    def _get_metadata_path(self, rank: int | None = None) -> Any:
+        """Where the manifest is; with a rank, where DCP has that of a rank on its own."""
+        return _metadata_path(self.fs, self.path, rank)
 
     def shared_place(self, checkpoint_id: str | os.PathLike[str] | None = None) -> str | None:
         chosen = self.path if checkpoint_id is None else checkpoint_id
-        return os.path.realpath(chosen) if chosen and _is_local(chosen) else None
+        if not chosen or not _is_local(self.fs) or not self.validate_checkpoint_id(chosen):
+            return None
+        return os.path.realpath(chosen)
 
     def reference_to(self, metadata: Metadata) -> str:
         is_readable = can_be_read_back(metadata) and not self._is_for_dcp
@@ -249,7 +295,8 @@ class FileSystemWriter(StorageWriter):
         options = WriteOptions(
             self.single_file_per_rank,
             self.sync_files,
-            self.thread_count,
+            # A stream is written in order, by one thread.
+            self.thread_count if _is_local(self.fs) or self.compress else 1,
             self.is_coordinator,
             self.unchanged,
             self.fingerprint,
@@ -343,8 +390,10 @@ class FileSystemReader(StorageReader):
         thread_count: int = 0,
         manifest_limit_bytes: int = MANIFEST_LIMIT_BYTES,
     ) -> None:
-        self.path = Path(path)
+        self.fs: FileSystemBase = FileSystem()
+        self.path: str | os.PathLike[str] = self.fs.init_path(path)
         self.extension_registry = _extension_registry
+        self.transforms = _StorageReaderTransforms(_extension_registry)
         self.manifest_limit_bytes = manifest_limit_bytes
         self.verify = Verify(verify)
         self.allow_pickle = allow_pickle
@@ -362,17 +411,28 @@ class FileSystemReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_local(checkpoint_id)
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.storage_data = None
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = self.fs.init_path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
     def open_store(self) -> Store:
         """Where the bytes come from. Made to be overridden."""
-        return LocalStore(self.path)
+        return _store_in(self.fs, self.path)
+
+    def _get_metadata_path(self, rank: int | None = None) -> Any:
+        """Where the manifest is; with a rank, where DCP has that of a rank on its own."""
+        return _metadata_path(self.fs, self.path, rank)
+
+    def _slice_file(self, file: Any, sinfo: StorageInfo) -> Any:
+        """The part of an open file that a chunk is stored in, as a file of its own.
+
+        For subclasses that read by themselves; it is not called here.
+        """
+        return StreamSlice.buffered(file, sinfo.offset, sinfo.length)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         store, manifest = self._open_manifest()
@@ -448,9 +508,14 @@ class FileSystemReader(StorageReader):
         return future
 
 
-def _is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
-    if not isinstance(checkpoint_id, str | os.PathLike):
-        raise TypeError(
-            f"a checkpoint_id is a path, as text or a pathlib.Path, not {checkpoint_id!r}"
-        )
-    return isinstance(checkpoint_id, os.PathLike) or "://" not in checkpoint_id
+def _is_local(fs: FileSystemBase) -> bool:
+    # A subclass may have other streams.
+    return type(fs) is FileSystem
+
+
+def _store_in(fs: FileSystemBase, path: str | os.PathLike[str]) -> Store:
+    return LocalStore(path) if _is_local(fs) else StreamStore(fs, path, probed=(MANIFEST,))
+
+
+def _metadata_path(fs: FileSystemBase, path: str | os.PathLike[str], rank: int | None) -> Any:
+    return fs.concat_path(path, MANIFEST if rank is None else f"__{rank}{MANIFEST}")

@@ -203,7 +203,7 @@ class HuggingFaceStorageReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = super().read_metadata(*args, **kwargs)
-        self._own = _StoragePlaces(metadata.storage_data.manifest, self.path)
+        self._own = _StoragePlaces(metadata.storage_data.manifest, Path(self.path))
         metadata.storage_data = self._own
         return metadata
 

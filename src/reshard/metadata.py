@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -34,38 +35,72 @@ class ChunkStorageMetadata:
     sizes: torch.Size
 
 
+class _MEM_FORMAT_ENCODING(Enum):  # noqa: N801 - DCP's name
+    """Names of memory formats, which cannot be pickled themselves."""
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+_FORMATS = {
+    torch.contiguous_format: _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT,
+    torch.channels_last: _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST,
+    torch.preserve_format: _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT,
+}
+
+
 @dataclass
 class TensorProperties:
-    """How a tensor was made. Only `dtype` matters to a load; the rest is a record."""
+    """How a tensor was made. Only `dtype` matters to a load; the rest is a record.
+
+    `strides` are those of the tensor in memory, where a plan says them. They are not stored:
+    what a checkpoint holds is contiguous.
+    """
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = field(default=torch.strided)
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
         """The properties of `tensor`; the stored form is always contiguous."""
+        # Values that stand for tensors, such as those of embedding tables, may have no strides.
+        stride = getattr(tensor, "stride", None)
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
             requires_grad=tensor.requires_grad,
             memory_format=torch.contiguous_format,
             pin_memory=tensor.is_pinned(),
+            strides=tuple(stride()) if callable(stride) and _is_strided(tensor) else None,
         )
 
-    def __getstate__(self) -> tuple[torch.dtype, torch.layout, bool, str, bool]:
-        # torch.memory_format objects do not pickle; their names do.
-        name = str(self.memory_format).removeprefix("torch.")
-        return self.dtype, self.layout, self.requires_grad, name, self.pin_memory
+    def __getstate__(self) -> tuple[Any, ...]:
+        # As DCP has it: five fields, and since torch 2.15 a sixth. Older ones take five only.
+        about = self.dtype, self.layout, self.requires_grad
+        encoded = _FORMATS.get(self.memory_format, str(self.memory_format))
+        rest = self.pin_memory, self.strides
+        return (*about, encoded, *rest[: 1 if self.strides is None else 2])
 
-    def __setstate__(self, state: tuple[torch.dtype, torch.layout, bool, str, bool]) -> None:
-        self.dtype, self.layout, self.requires_grad, name, self.pin_memory = state
-        memory_format = getattr(torch, name, None)
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if len(state) not in (5, 6):
+            raise ValueError(f"the state of TensorProperties has 5 or 6 fields, not {len(state)}")
+        self.dtype, self.layout, self.requires_grad, encoded, self.pin_memory, *strides = state
+        self.strides = strides[0] if strides else None
+        # By its name, which the enum of torch shares.
+        name = str(getattr(encoded, "name", encoded)).lower()
+        memory_format = getattr(torch, name.removeprefix("torch_").removeprefix("torch."), None)
         if not isinstance(memory_format, torch.memory_format):
-            raise ValueError(f"{name!r} is not the name of a torch.memory_format")
+            raise ValueError(f"{encoded!r} is not the name of a torch.memory_format")
         self.memory_format = memory_format
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from reshard.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from reshard.operations.targets import comparable_place
@@ -26,11 +27,13 @@ from reshard.plans.local_load_plan import create_read_items_for_chunk_list
 from reshard.state_dict_loader import _load_state_dict
 from reshard.storage import StorageReader
 from reshard.tensors.flatten import unflatten_state_dict
-from reshard.tensors.parameter_layout import chunk_sharded, empty_like_parameter, nested_offset
+from reshard.tensors.parameter_layout import chunk_sharded, empty_like_parameter, nested_part
 from reshard.tensors.paths import StatePath
 from reshard.tensors.shards import local_shards
 
 __all__ = ["load_sharded_optimizer_state_dict"]
+
+STATE_DICT_2D_LAYOUT = dict[str, tuple[Sequence[int] | None, Sequence[int]]]
 
 _FLAT_PREFIX = "state."
 
@@ -67,16 +70,16 @@ def load_sharded_optimizer_state_dict(
             continue
         parameter = model_state_dict.get(_parameter_name(path, model_state_dict))
         wanted[name] = _memory_for(entry, parameter)
-        offset = nested_offset(parameter)
-        if offset is not None and wanted[name].size() != entry.size:
-            offsets[name] = offset
+        part = nested_part(parameter)
+        if part is not None and wanted[name].size() != entry.size:
+            offsets[name] = part.offsets
     if not wanted:
         there = sorted({str(path[0]) for path in paths.values()})
         raise MissingKeyError(
             f"the checkpoint has no {optimizer_key!r}; what it has at the top is {there}"
         )
     # Parts of stored tensors need a planner that knows their offsets.
-    chosen = planner if planner is not None and not offsets else _OffsetPlanner(offsets)
+    chosen = planner if planner is not None and not offsets else _ReaderWithOffset(offsets)
     _load_state_dict(wanted, storage_reader, planner=chosen)
     loaded = unflatten_state_dict(wanted, paths)
     if isinstance(loaded[optimizer_key], dict) and "param_groups" in loaded[optimizer_key]:
@@ -106,33 +109,69 @@ def _memory_for(entry: TensorStorageMetadata, parameter: Any) -> torch.Tensor:
     return chunk_sharded(entry.size, dtype)
 
 
-class _OffsetPlanner(DefaultLoadPlanner):
+def _get_state_dict_2d_layout(
+    state_dict: STATE_DICT_TYPE,
+) -> tuple[STATE_DICT_2D_LAYOUT, dist.ProcessGroup | None]:
+    """Which part of each tensor this rank has a share of, as tensor parallelism under FSDP cuts it.
+
+    By name the offset of the part, None if it is all of the tensor, and its size; and the group
+    that shards the parts.
+    """
+    layout: STATE_DICT_2D_LAYOUT = {}
+    group: dist.ProcessGroup | None = None
+    for name, value in state_dict.items():
+        part = nested_part(value)
+        layout[name] = (None, value.size()) if part is None else (part.offsets, part.sizes)
+        group = group if part is None else part.group
+    return layout, group
+
+
+def _alloc_tensor(
+    props: TensorProperties, size: Sequence[int], device_type: str = "cuda"
+) -> torch.Tensor:
+    """An empty tensor on the current device of a kind."""
+    device = torch.device(device_type)
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.get_device_module(device_type).current_device())
+    return torch.empty(
+        size,
+        dtype=props.dtype,
+        layout=props.layout,
+        requires_grad=props.requires_grad,
+        pin_memory=props.pin_memory,
+        device=device,
+    )
+
+
+class _ReaderWithOffset(DefaultLoadPlanner):
     """Loads tensors that are parts of stored ones, as with tensor parallelism.
 
-    `offsets` has the offset of each in the stored tensor of the same name.
+    `fqn_to_offset` has the offset of each in the stored tensor of the same name.
     """
 
-    def __init__(self, offsets: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, fqn_to_offset: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
-        self._offsets = offsets
+        self.fqn_to_offset = fqn_to_offset
 
     def create_local_plan(self) -> LoadPlan:
         everything = self.state_dict
-        self.state_dict = {k: v for k, v in everything.items() if k not in self._offsets}
+        self.state_dict = {k: v for k, v in everything.items() if k not in self.fqn_to_offset}
         try:
             items = super().create_local_plan().items
         finally:
             self.state_dict = everything
-        if not self._offsets:
+        if not self.fqn_to_offset:
             return LoadPlan(items)
-        return LoadPlan([*items, *(item for name in self._offsets for item in self._items(name))])
+        return LoadPlan(
+            [*items, *(item for name in self.fqn_to_offset for item in self._items(name))]
+        )
 
     def _items(self, name: str) -> list[ReadItem]:
         entry = self.metadata.state_dict_metadata[name] if self.metadata is not None else None
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointException(f"{name!r} is not stored as a tensor")
         found = []
-        shift = self._offsets[name]
+        shift = self.fqn_to_offset[name]
         for shard in local_shards(name, self.state_dict[name]):
             begin = torch.Size(a + b for a, b in zip(shard.offsets, shift, strict=True))
             chunk = ChunkStorageMetadata(begin, torch.Size(shard.sizes))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import abc
 import io
 import math
-from collections.abc import Collection, Mapping, MutableSequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -146,6 +147,50 @@ class LoadPlan:
     planner_data: Any = None
 
 
+class _CachedByKey(MutableMapping[str, Any]):
+    """One of the things that the planners of this process remember, by `_cached_plans_key`.
+
+    A view of the caches that planners have of their own; of several planners with one key it
+    shows the newest that remembers anything. To delete an entry is to have all planners of that
+    key forget everything. Entries cannot be set.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError(
+            f"the cached plans of {key!r} belong to its planners and cannot be set here: pass a "
+            "PlanCache to the planner, or delete the entry to have it plan anew"
+        )
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self._entries():
+            raise KeyError(key)
+        for planner in _caching_planners.values():
+            if planner._cached_plans_key == key:
+                planner.forget_cached_plans()
+
+    def __repr__(self) -> str:
+        return f"<{self._what} of the planners {list(self)}>"
+
+    def _entries(self) -> dict[str, Any]:
+        remembered = (
+            (planner._cached_plans_key, planner._remembered().get(self._what))
+            for planner in _caching_planners.values()
+        )
+        return {key: value for key, value in remembered if value}
+
+
 class SavePlanner(abc.ABC):
     """Decides what each rank writes.
 
@@ -161,6 +206,13 @@ class SavePlanner(abc.ABC):
     Most planners extend `DefaultSavePlanner` and override one method; `examples/`
     holds the usual ones.
     """
+
+    _cached_save_plan: ClassVar = _CachedByKey("save_plan")
+    _cached_final_save_plan: ClassVar = _CachedByKey("final_save_plan")
+    _cached_all_plans: ClassVar = _CachedByKey("all_plans")
+    _cached_global_plan: ClassVar = _CachedByKey("global_plan")
+    _cached_metadata: ClassVar = _CachedByKey("metadata")
+    _cached_plans_key: str = ""
 
     @abc.abstractmethod
     def set_up_planner(
@@ -200,6 +252,17 @@ class SavePlanner(abc.ABC):
 
     def forget_cached_plans(self) -> None:  # noqa: B027
         """Plan from scratch next time. For planners that cache; called on every rank."""
+
+    def _remembered(self) -> Mapping[str, Any]:
+        """What the planner keeps for the next save, by the names of `_CachedByKey`."""
+        return {}
+
+    def _show_cache(self) -> None:
+        """Let the views of cached plans show those of this planner, as long as it lives."""
+        _caching_planners[id(self)] = self
+
+
+_caching_planners: weakref.WeakValueDictionary[int, SavePlanner] = weakref.WeakValueDictionary()
 
 
 class LoadPlanner:

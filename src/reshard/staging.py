@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 import warnings
 import weakref
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from reshard.metadata import STATE_DICT_TYPE
 from reshard.snapshots.pool import LastLease, Staged, staging_pool
+from reshard.snapshots.transport import PGTransport
 
 __all__ = [
     "AsyncStager",
@@ -139,3 +144,67 @@ class BlockingAsyncStager(DefaultStager):
         self.state_dict_cache: STATE_DICT_TYPE | None = None
         if type_check:
             warnings.warn("type_check has no effect: every value is copied", stacklevel=2)
+
+
+class _ReplicationStager(AsyncStager):
+    """Exchanges the state with a partner, half the world away, and keeps what comes in a file.
+
+    `stage` returns the state of the partner, which a save then stores as that of this rank. A
+    collective over all ranks of `pg`, whose number must be even. Without a process group it
+    returns the state as it is. The file is a `torch.save` file in `storage_dir`; it stays, so
+    that a rank that lost its memory finds it.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        timeout: timedelta = timedelta(minutes=30),
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        storage_dir: str | None = None,
+    ) -> None:
+        self._pg = pg
+        self._transport = PGTransport(pg, timeout, device)
+        self._storage_dir = storage_dir or tempfile.mkdtemp(prefix="replication_stager_")
+        os.makedirs(self._storage_dir, exist_ok=True)
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        if not (dist.is_available() and dist.is_initialized()):
+            return state_dict
+        rank, world_size = self._pg.rank(), self._pg.size()
+        if world_size % 2:
+            raise ValueError(f"{world_size} ranks cannot be paired: replicate over an even number")
+        partner = (rank + world_size // 2) % world_size
+        # One of two sends first, so that they never wait for each other.
+        if rank < partner:
+            self._transport.send_checkpoint([partner], state_dict)
+        received = self._transport.recv_checkpoint(partner)
+        if rank > partner:
+            self._transport.send_checkpoint([partner], state_dict)
+        self._persist(received, self._get_persisted_path(rank, partner))
+        return received  # type: ignore[return-value]
+
+    def _get_persisted_path(self, current_rank: int, partner_rank: int) -> str:
+        """Where a rank keeps the state of its partner."""
+        name = f"rank_{current_rank}_replica_partner_{partner_rank}.pt"
+        return os.path.join(self._storage_dir, name)
+
+    def _persist(self, state_dict: object, path: str) -> None:
+        draft = f"{path}.tmp"
+        try:
+            with open(draft, "wb") as file:
+                torch.save(state_dict, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(draft)
+            raise
+
+    def synchronize_staging(self) -> None:
+        """Nothing to do: `stage` is done when it returns."""
+
+    def close(self) -> None:
+        """Nothing to release. Files stay."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 from reshard.filesystem import FileSystemReader
+from reshard.logger import _dcp_method_logger
 from reshard.operations.load import LoadReport, LoadSettings, load_now
 from reshard.operations.ranks import Ranks
 from reshard.operations.read import read_all_keys, read_keys, read_region
@@ -27,6 +28,7 @@ __all__ = ["LoadReport", "load", "load_state_dict", "read_state_dict", "read_ten
 
 
 @_api_bc_check
+@_dcp_method_logger(log_exceptions=True)
 def load(
     state_dict: dict[str, Any],
     *,

@@ -17,11 +17,13 @@ from reshard.background.trainer import BackgroundOptions, save_later
 from reshard.background.worker import worker_of_this_process
 from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 from reshard.engine.process_wide import release_all
+from reshard.logger import _dcp_method_logger
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.ranks import Ranks
 from reshard.operations.save import SaveSettings, save_now
 from reshard.operations.targets import SaveTarget
 from reshard.operations.user_calls import _api_bc_check, ask_for_states
+from reshard.operations.user_calls import ask_for_states as _stateful_to_state_dict  # noqa: F401
 from reshard.planner import SavePlanner
 from reshard.snapshots.pool import staging_pool
 from reshard.staging import AsyncStager
@@ -40,6 +42,7 @@ __all__ = [
 
 
 @_api_bc_check
+@_dcp_method_logger(log_exceptions=True)
 def save(
     state_dict: STATE_DICT_TYPE,
     *,
@@ -163,6 +166,7 @@ class AsyncSaveResponse:
     upload_completion: Future[Metadata]
 
 
+@_dcp_method_logger(log_exceptions=True)
 def async_save(
     state_dict: STATE_DICT_TYPE,
     *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import io
@@ -11,8 +12,10 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -250,8 +253,66 @@ def key_that_was_a_number(library: Library) -> list[Any]:
     return list(library._nested_dict.unflatten_state_dict(flat, paths)["deep"])
 
 
-# Row of the table -> (what is asked, DCP's answer, our answer). Rows that the comparison of
-# names and signatures finds by itself need no entry, but may have one.
+def validated_where_nothing_can_be_written(library: Library) -> bool:
+    with mock.patch("os.access", return_value=False):
+        return library.filesystem.FileSystem.validate_checkpoint_id("/read/only/place")
+
+
+def error_of_a_checkpointer(library: Library) -> type[BaseException] | None:
+    with tempfile.TemporaryDirectory() as place:
+        writer = library.root.FileSystemWriter(place)
+        reader = library.root.FileSystemReader(place)
+        checkpointer = library._checkpointer._Checkpointer(writer, reader, no_dist=True)
+        return raised_by(lambda: checkpointer.save({"w": torch.ones(1)}))
+
+
+def a_cached_plan_can_be_set(library: Library) -> bool:
+    plans = library.root.SavePlanner._cached_save_plan
+    error = raised_by(lambda: plans.update(mine=library.root.SavePlan([])))
+    plans.pop("mine", None)
+    return error is None
+
+
+def error_of_sending_a_parameter(library: Library) -> type[BaseException] | None:
+    device = torch.device("cpu")
+    transport = library._pg_transport.PGTransport(None, timedelta(seconds=1), device)
+    state = {"w": torch.nn.Parameter(torch.ones(1))}
+    return raised_by(lambda: transport.send_checkpoint([], state))
+
+
+def what_is_left_of_an_earlier_copy(library: Library) -> float:
+    stager = library._state_dict_stager.StateDictStager()
+    state = {"w": torch.zeros(1)}
+    first = stager.stage(state)
+    state["w"].fill_(1)
+    stager.stage(state)
+    return float(first["w"].item())
+
+
+def error_of_a_second_save(library: Library) -> type[BaseException] | None:
+    executor = library._async_thread_executor._ThreadBasedAsyncCheckpointExecutor()
+    with tempfile.TemporaryDirectory() as place:
+        save = functools.partial(
+            executor.execute_save, {"w": torch.ones(1)}, checkpoint_id=place, no_dist=True
+        )
+        save().result()
+        # The executor is shut down by a callback, which may come after the result.
+        with contextlib.suppress(AttributeError):
+            executor._executor.shutdown(wait=True)
+        return raised_by(lambda: save().result())
+
+
+def files_have_the_prefix_of_the_plan(library: Library) -> bool:
+    class Prefixed(library.root.FileSystemWriter):  # type: ignore[misc,name-defined]
+        def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+            prefix = library.filesystem._StoragePrefix("mine_")
+            return [dataclasses.replace(plan, storage_data=prefix) for plan in plans]
+
+    with tempfile.TemporaryDirectory() as place:
+        library.root.save({"w": torch.ones(1)}, storage_writer=Prefixed(place), no_dist=True)
+        return any(file.name.startswith("mine_") for file in Path(place).iterdir())
+
+
 def metadata_runs_code(library: Library) -> bool:
     """Whether reading metadata runs what its pickle asks for."""
     with tempfile.TemporaryDirectory() as box:
@@ -365,6 +426,8 @@ def converting_a_file_runs_its_pickle(library: Library) -> bool:
         return made.exists()
 
 
+# Row of the table -> (what is asked, DCP's answer, our answer). Rows that the comparison of
+# names and signatures finds by itself need no entry, but may have one.
 DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
     "format_utils.BroadcastingTorchSaveReader": (value_from_a_file_of_torch_save, 0, 3),
     "format_utils.DynamicMetaLoadPlanner": (
@@ -470,4 +533,19 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
         TypeError,
         None,
     ),
+    "filesystem.FileSystem.validate_checkpoint_id": (
+        validated_where_nothing_can_be_written,
+        False,
+        True,
+    ),
+    "_checkpointer._Checkpointer.save": (error_of_a_checkpointer, TypeError, None),
+    "planner.SavePlanner._cached_save_plan": (a_cached_plan_can_be_set, True, False),
+    "_pg_transport.PGTransport": (error_of_sending_a_parameter, AssertionError, None),
+    "_state_dict_stager.StateDictStager": (what_is_left_of_an_earlier_copy, 1.0, 0.0),
+    "_async_thread_executor._ThreadBasedAsyncCheckpointExecutor": (
+        error_of_a_second_save,
+        RuntimeError,
+        None,
+    ),
+    "filesystem._StoragePrefix": (files_have_the_prefix_of_the_plan, True, False),
 }

@@ -16,7 +16,7 @@ from reshard.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from reshard.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from reshard.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from reshard.plans.wire import encode_answer, encode_save_plan
 from support.fake_ranks import distributed, mesh_of, on_each_rank
 from support.memory_storage import MemoryCheckpoint, load_from_memory, plan_save, save_in_memory
@@ -379,3 +379,66 @@ def test_a_planner_that_changes_or_reads_its_items_can_cache_its_plans(
     second = save_in_memory(planners, [state_dict] * 2)
     assert second.metadata == first.metadata
     assert second.written_by == first.written_by
+
+
+# The views of DCP
+
+
+VIEWS = {
+    "save_plan": SavePlanner._cached_save_plan,
+    "final_save_plan": SavePlanner._cached_final_save_plan,
+    "all_plans": SavePlanner._cached_all_plans,
+    "global_plan": SavePlanner._cached_global_plan,
+    "metadata": SavePlanner._cached_metadata,
+}
+
+
+def saved_once(planner: DefaultSavePlanner) -> DefaultSavePlanner:
+    (plan,) = local_plans([planner], [model()])
+    (answer,), _ = planner.create_global_plan([plan])
+    planner.finish_plan(answer)
+    return planner
+
+
+class Named(DefaultSavePlanner):
+    """With a key of its own in the views."""
+
+
+def test_the_class_shows_what_its_planners_remember() -> None:
+    assert all("Named" not in view for view in VIEWS.values())
+    planner = saved_once(Named(enable_plan_caching=True))
+    assert planner._cached_plans_key == "Named"
+    assert all("Named" in view for view in VIEWS.values())
+    assert names([SavePlanner._cached_save_plan["Named"]]) == names([planner.plan])
+    assert SavePlanner._cached_final_save_plan["Named"].items is planner.plan.items
+    assert len(SavePlanner._cached_all_plans["Named"]) == 1
+    assert SavePlanner._cached_metadata["Named"] is planner.metadata
+    assert "Named" in repr(SavePlanner._cached_metadata)
+    del planner
+    assert all("Named" not in view for view in VIEWS.values())
+
+
+def test_a_planner_without_a_cache_is_not_shown() -> None:
+    planner = saved_once(Named())
+    assert "Named" not in SavePlanner._cached_final_save_plan
+    assert planner.plan
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_to_delete_from_a_view_makes_planners_of_that_key_plan_anew(view: str) -> None:
+    planners = [saved_once(Named(enable_plan_caching=True)) for _ in range(2)]
+    other = saved_once(DefaultSavePlanner(enable_plan_caching=True))
+    del VIEWS[view]["Named"]
+    assert all("Named" not in each for each in VIEWS.values())
+    assert [plan.usable for plan in local_plans(planners, [model()] * 2)] == [True, True]
+    assert [plan.usable for plan in local_plans([other], [model()])] == [False]
+    with pytest.raises(KeyError):
+        del VIEWS[view]["Named"]
+
+
+def test_a_view_can_be_cleared_but_not_written_to() -> None:
+    planner = saved_once(Named(enable_plan_caching=True))
+    with pytest.raises(TypeError, match="PlanCache"):
+        SavePlanner._cached_metadata["Named"] = None
+    SavePlanner._cached_save_plan.clear()
+    assert local_plans([planner], [model()])[0].usable

@@ -8,17 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import planner_helpers as theirs
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from reshard import planner_helpers as ours
 from reshard._dedup_tensors import dedup_tensors
 from reshard.metadata import MetadataIndex
 from reshard.planner import SavePlan
 
+HAS_STRIDES = hasattr(TensorProperties(), "strides")
+
 
 def told(item: Any) -> Any:
     """An item of either library as plain numbers and names."""
     if dataclasses.is_dataclass(item):
-        fields = [field.name for field in dataclasses.fields(item)]
+        names = [field.name for field in dataclasses.fields(item)]
+        # New in torch 2.15.
+        fields = [name for name in names if name != "strides" or HAS_STRIDES]
         return {name: told(getattr(item, name)) for name in fields}
     if isinstance(item, torch.Size | tuple | list):
         return [told(each) for each in item]

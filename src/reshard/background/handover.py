@@ -89,6 +89,8 @@ class _Pickler(pickle.Pickler):
             return obj.number
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_meta:
             return None
+        if is_sharded(obj):
+            return None
         # An empty tensor has no address.
         address = obj.data_ptr() if obj.numel() else self._begin
         if obj.is_quantized:

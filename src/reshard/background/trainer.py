@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from reshard.api import CheckpointException, _text_of, _wrap_exception
 from reshard.background.handover import pack
@@ -17,6 +17,7 @@ from reshard.coordination.error_wire import decode_error
 from reshard.coordination.failures import join_failures
 from reshard.coordination.meeting import Meeting, call_meeting, check_meeting
 from reshard.default_planner import DefaultSavePlanner
+from reshard.logger import logged
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.adapters import check_kinds
 from reshard.operations.ranks import Ranks
@@ -55,7 +56,7 @@ def save_later(
     # Opened here, not in the thread that saves: all ranks call in the same order, whatever order
     # their saves then run in.
     channel = ranks.open_channel(target.intent(what, settings.use_collectives, settings.shared))
-    save = BackgroundSave(target, planner, channel, options, settings)
+    save = BackgroundSave(target, planner, channel, options, settings, ranks.group)
     save.start(state_dict)
     return save
 
@@ -74,7 +75,9 @@ class BackgroundSave:
         channel: Channel,
         options: BackgroundOptions,
         settings: SaveSettings,
+        group: Any = None,
     ) -> None:
+        self._group = group
         self.settings = settings
         self.target = target
         self.planner = planner
@@ -106,12 +109,12 @@ class BackgroundSave:
             self._check_target()
             queue.admit(self.options.when_busy)
             stager = self.options.stager or self._own_stager()
-            self._staged = self._stage(stager, state_dict)
+            with logged("stage_state_dict", log_exceptions=True):
+                self._staged = self._stage(stager, state_dict)
             del state_dict
             self._keep_memory()
-            work = self._save_in_worker if self.options.in_process else self._save_here
             self.future = queue.submit(
-                self.target.place, work, uses=(self.target.writer, self.planner)
+                self.target.place, self._save, uses=(self.target.writer, self.planner)
             )
         except BaseException as error:
             self._is_off = True
@@ -121,7 +124,8 @@ class BackgroundSave:
         if isinstance(self._staged, Future):
             self.staging = _outcome_only(self._staged)
         else:
-            synchronize(stager)
+            with logged("maybe_synchronize_staging", log_exceptions=True):
+                synchronize(stager)
         queue.raise_unseen(before=self.future)
 
     def _check_target(self) -> None:
@@ -189,6 +193,17 @@ class BackgroundSave:
 
     # In the thread that saves
 
+    def _save(self) -> Metadata:
+        target = self.target
+        arguments = {
+            "checkpoint_id": target.checkpoint_id,
+            "storage_writer": target.writer,
+            "planner": self.planner,
+            "process_group": self._group,
+        }
+        with logged("save", arguments, log_exceptions=True):
+            return self._save_in_worker() if self.options.in_process else self._save_here()
+
     def _save_here(self) -> Metadata:
         try:
             with self.channel:
@@ -199,6 +214,7 @@ class BackgroundSave:
                         self.target.choose_writer(),
                         self.planner or DefaultSavePlanner(),
                         self.settings,
+                        self._group,
                     )
                 return Save(job, self.channel).run()
         finally:

@@ -18,6 +18,7 @@ from reshard.default_planner import DefaultLoadPlanner
 from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.engine.reading import Verify
 from reshard.format.tables import Manifest
+from reshard.logger import logged
 from reshard.metadata import Metadata
 from reshard.operations.adapters import adapt_for_load
 from reshard.operations.ranks import Ranks
@@ -136,7 +137,7 @@ def load_now(
         with failing_together(channel, "open"):
             undo = settings.apply(reader, planner)
         with undo:
-            return Load(state_dict, reader, planner, channel, settings).run()
+            return Load(state_dict, reader, planner, channel, settings, ranks.group).run()
 
 
 class Load:
@@ -158,7 +159,9 @@ class Load:
         planner: LoadPlanner,
         channel: Channel,
         settings: LoadSettings = LoadSettings(),  # noqa: B008 - frozen
+        group: Any = None,
     ) -> None:
+        self._group = group
         self.original = state_dict
         self.reader = reader
         self.planner = planner
@@ -174,6 +177,10 @@ class Load:
         self._manifest: Manifest | None = None
         """With the fingerprints that the load is to be verified with, if it is."""
         self._quiet = contextlib.ExitStack()
+
+    def _logged(self, name: str) -> contextlib.AbstractContextManager[None]:
+        place = getattr(self.reader, "checkpoint_id", None)
+        return logged(name, {"checkpoint_id": place, "process_group": self._group})
 
     def run(self) -> LoadReport:
         # States are asked for, and given back, only when no rank can fail for another reason:
@@ -221,6 +228,10 @@ class Load:
     # Plan
 
     def _plan_locally(self) -> PlannedLoad:
+        with self._logged("local_step"):
+            return self._local_plan()
+
+    def _local_plan(self) -> PlannedLoad:
         channel, reader, planner = self.channel, self.reader, self.planner
         self.states = self._ask_for_states()
         if self.settings.assign:
@@ -309,6 +320,10 @@ class Load:
         return [self.stored[row] for row in np.flatnonzero(unexpected).tolist()]
 
     def _plan_globally(self, planned: Sequence[PlannedLoad]) -> list[PlannedLoad]:
+        with self._logged("global_step"):
+            return self._answer(planned)
+
+    def _answer(self, planned: Sequence[PlannedLoad]) -> list[PlannedLoad]:
         # A key that any rank asks for is expected: stages of a pipeline ask for their own. Ranks
         # with metadata of their own have keys of their own.
         masks = [each.unexpected for each in planned]
@@ -336,6 +351,10 @@ class Load:
     # Read
 
     def _read(self, plan: LoadPlan) -> None:
+        with self._logged("read_data"):
+            self._read_data(plan)
+
+    def _read_data(self, plan: LoadPlan) -> None:
         final = self._final_plan = self.planner.finish_plan(plan)
         if self.settings.assign and not views_files(self.reader):
             self.planner.fill_blanks({})  # type: ignore[attr-defined]

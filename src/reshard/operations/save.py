@@ -17,6 +17,7 @@ from reshard.coordination.exchange import TextExchange
 from reshard.default_planner import DefaultSavePlanner
 from reshard.engine.collector import paused_collection, paused_in_front
 from reshard.format.codec import check_compress
+from reshard.logger import logged
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.operations.adapters import adapt_for_save, check_kinds
 from reshard.operations.ranks import Ranks
@@ -156,6 +157,8 @@ class SaveJob:
     writer: StorageWriter
     planner: SavePlanner
     settings: SaveSettings = SaveSettings()
+    group: Any = None
+    """The process group of the call, for those that listen to its events."""
 
 
 def save_now(
@@ -172,7 +175,7 @@ def save_now(
         save_queue().wait_for_users(target.writer, planner)
         writer = target.choose_writer()
         settings.check(writer)
-    job = SaveJob(state_dict, writer, planner or DefaultSavePlanner(), settings)
+    job = SaveJob(state_dict, writer, planner or DefaultSavePlanner(), settings, ranks.group)
     with channel:
         # Before anybody is asked for a state, which may communicate with ranks that failed here.
         channel.do_together("open", lambda: _settle(target.place, settings.base))
@@ -205,6 +208,10 @@ class Save:
         self._drafted: SavePlan | None = None
         """A plan that was made to compare replicas, and is still to be carried out."""
         self._quiet = contextlib.ExitStack()
+
+    def _logged(self, name: str) -> contextlib.AbstractContextManager[None]:
+        place = getattr(self.writer, "checkpoint_id", None)
+        return logged(name, {"checkpoint_id": place, "process_group": self.job.group})
 
     def run(self) -> Metadata:
         """Save, or leave nothing behind."""
@@ -246,8 +253,9 @@ class Save:
         return self._drafted if self._drafted.usable else self.planner.plan  # type: ignore[attr-defined]
 
     def _plan_locally(self) -> SavePlan:
-        self._set_up()
-        return self._local_plan()
+        with self._logged("local_step"):
+            self._set_up()
+            return self._local_plan()
 
     def _plan_anew(self) -> SavePlan:
         """Plan again: some rank relied on a cached plan that the coordinator no longer has."""
@@ -277,9 +285,10 @@ class Save:
     def _write(self, told: SaveAnswer) -> Written:
         self._writer_hooks.join_save(told.save_id, self.channel.rank)
         answer: SavePlan = told.plan  # type: ignore[assignment]  # planned anew, it is there
-        final = self.planner.finish_plan(answer)
-        writes = self.writer.write_data(final, self.planner)
-        writes.wait()
+        with self._logged("write_data"):
+            final = self.planner.finish_plan(answer)
+            writes = self.writer.write_data(final, self.planner)
+            writes.wait()
         results = writes.value()
         if answer.usable:
             return Written(results, are_results_of(results, answer))
@@ -288,6 +297,10 @@ class Save:
     # The coordinator
 
     def _plan_globally(self, plans: Sequence[SavePlan]) -> list[SaveAnswer]:
+        with self._logged("global_step"):
+            return self._answer(plans)
+
+    def _answer(self, plans: Sequence[SavePlan]) -> list[SaveAnswer]:
         try:
             with paused_collection():
                 answers, self.metadata = self.planner.create_global_plan(list(plans))
@@ -310,7 +323,8 @@ class Save:
         if self.metadata is None:
             raise RuntimeError("there is no global plan to finish")
         self.channel.seal()
-        self.writer.finish(metadata=self.metadata, results=[each.results for each in written])
+        with self._logged("finish_checkpoint"):
+            self.writer.finish(metadata=self.metadata, results=[each.results for each in written])
         try:
             reference = self._writer_hooks.reference_to(self.metadata)
         except Exception as error:  # noqa: BLE001 - the save is committed
@@ -340,11 +354,16 @@ class Save:
 
     def _write_alone(self, save_id: str) -> str:
         self._writer_hooks.join_save(save_id, self.channel.rank)
-        plans, self.metadata = self.planner.create_global_plan([self._local_plan()])
-        final = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[0])
-        writes = self.writer.write_data(final, self.planner)
-        writes.wait()
-        self.writer.finish(metadata=self.metadata, results=[writes.value()])
+        with self._logged("local_step"):
+            plan = self._local_plan()
+        with self._logged("global_step"):
+            plans, self.metadata = self.planner.create_global_plan([plan])
+            plans = self.writer.prepare_global_plan(plans)
+        with self._logged("write_data"):
+            writes = self.writer.write_data(self.planner.finish_plan(plans[0]), self.planner)
+            writes.wait()
+        with self._logged("finish_checkpoint"):
+            self.writer.finish(metadata=self.metadata, results=[writes.value()])
         return ""
 
     def _finish_alone(self, messages: Sequence[str]) -> list[str]:

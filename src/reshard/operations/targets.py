@@ -25,6 +25,36 @@ def comparable_place(checkpoint_id: Any) -> str | None:
     return text if "://" in text else os.path.realpath(text)
 
 
+def _storage_setup(
+    storage: StorageReader | StorageWriter | None,
+    checkpoint_id: Place | None,
+    reader: bool = False,
+) -> Any:
+    """The storage to use, ready for a new checkpoint or a new load.
+
+    Without one, the first that accepts the place is made; nothing has to be there yet.
+    """
+    if storage is not None:
+        if checkpoint_id is not None:
+            storage.reset(checkpoint_id)
+        return storage
+    argument = "storage_reader" if reader else "storage_writer"
+    if not checkpoint_id:
+        what = "what to load" if reader else "where to save"
+        raise RuntimeError(f"`checkpoint_id` must be specified if `{argument}` is None: say {what}")
+    for kind in _READERS if reader else _WRITERS:
+        if kind.validate_checkpoint_id(checkpoint_id):
+            made = kind(checkpoint_id)
+            made.reset(checkpoint_id)
+            return made
+    raise _unknown_place(checkpoint_id, argument)
+
+
+# What is asked for each place, in this order.
+_WRITERS = (FileSystemWriter,)
+_READERS = (FileSystemReader,)
+
+
 def _unknown_place(place: object, argument: str) -> RuntimeError:
     """For a place that is not a directory; `argument` takes the storage for others."""
     why = f"is a {type(place).__name__}, and not a place that reshard knows. Pass a directory"
@@ -45,18 +75,7 @@ class SaveTarget:
 
     def choose_writer(self) -> StorageWriter:
         """The storage, ready for a new checkpoint."""
-        if self.writer is not None:
-            if self.checkpoint_id is not None:
-                self.writer.reset(self.checkpoint_id)
-            return self.writer
-        if not self.checkpoint_id:
-            raise RuntimeError(
-                "`checkpoint_id` must be specified if `storage_writer` is None: say where to save"
-            )
-        if not FileSystemWriter.validate_checkpoint_id(self.checkpoint_id):
-            raise _unknown_place(self.checkpoint_id, "storage_writer")
-        writer = FileSystemWriter(self.checkpoint_id)
-        writer.reset(self.checkpoint_id)
+        writer: StorageWriter = _storage_setup(self.writer, self.checkpoint_id)
         return writer
 
     @cached_property
@@ -110,18 +129,7 @@ class LoadSource:
 
     def choose_reader(self) -> StorageReader:
         """The storage, ready for a new load."""
-        if self.reader is not None:
-            if self.checkpoint_id is not None:
-                self.reader.reset(self.checkpoint_id)
-            return self.reader
-        if not self.checkpoint_id:
-            raise RuntimeError(
-                "`checkpoint_id` must be specified if `storage_reader` is None: say what to load"
-            )
-        if not FileSystemReader.validate_checkpoint_id(self.checkpoint_id):
-            raise _unknown_place(self.checkpoint_id, "storage_reader")
-        reader = FileSystemReader(self.checkpoint_id)
-        reader.reset(self.checkpoint_id)
+        reader: StorageReader = _storage_setup(self.reader, self.checkpoint_id, reader=True)
         return reader
 
     def intent(self, verify: object = None) -> Intent:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from reshard.api import CheckpointException, _note_on_error
 from reshard.coordination.channel import Channel
 from reshard.coordination.failures import from_user_code
+from reshard.logger import logged
 from reshard.metadata import STATE_DICT_TYPE, Metadata
 from reshard.planner import SavePlanner
 from reshard.staging import AsyncStager
@@ -80,10 +81,15 @@ def ask_for_states(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
             "{'model': model} in place of model"
         )
     states = dict(state_dict)
-    for key, value in state_dict.items():
-        if is_stateful(value):
-            with _note_on_error(f"asking {key!r} for its state"):
-                states[key] = value.state_dict()
+    name = "_stateful_to_state_dict"
+    with logged(name, log_exceptions=True):
+        for key, value in state_dict.items():
+            if is_stateful(value):
+                with (
+                    _note_on_error(f"asking {key!r} for its state"),
+                    logged(f"{name}.{key}", log_exceptions=True),
+                ):
+                    states[key] = value.state_dict()
     return states
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from reshard.api import StalePlanError
 from reshard.metadata import Metadata
@@ -26,7 +27,7 @@ class PlanCache:
 
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
     # Of this rank: its last accepted plan, and the coordinator's answer to it.
-    local_fingerprint: bytes = b""
+    local_plan: SavePlan | None = None
     final_plan: SavePlan | None = None
     # Of the coordinator: the last plan of each rank, and what came of them.
     all_plans: list[SavePlan] = field(default_factory=list)
@@ -38,12 +39,22 @@ class PlanCache:
         """Forget everything but the key."""
         vars(self).update(vars(PlanCache(self.key)))
 
+    def contents(self) -> dict[str, Any]:
+        """What is remembered, by the names that DCP has for it."""
+        return {
+            "save_plan": self.local_plan,
+            "final_save_plan": self.final_plan,
+            "all_plans": self.all_plans,
+            "global_plan": self.global_plan,
+            "metadata": self.metadata,
+        }
+
     def abbreviate(self, plan: SavePlan) -> SavePlan:
         """`plan`, or a fingerprint in its place if it is the last plan that was accepted.
 
         The fingerprint says which plan this is, and which one it became last time.
         """
-        if plan.fingerprint != self.local_fingerprint:
+        if self.local_plan is None or plan.fingerprint != self.local_plan.fingerprint:
             return plan
         final = self.final_plan
         answer = b"" if final is None else plan_fingerprint(final)

@@ -20,6 +20,7 @@ from reshard.tensors.shards import (
     DTensorReader,
     check_memory,
     describes_itself,
+    global_shape,
     is_dense,
     is_plain,
     is_sharded,
@@ -143,7 +144,7 @@ def _create_write_items(
             kind,
             object.dtype,
             _flags(object, shard.tensor),
-            tuple(object.size()),
+            global_shape(object),
             shard.offsets,
             shard.sizes,
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from reshard.api import MissingKeyError, ShapeMismatchError
-from reshard.tensors.shards import describes_itself
+from reshard.tensors.shards import HeldShards, describes_itself, global_shape
 
 _SHOWN = 5
 _SAMPLE = 20
@@ -158,10 +158,10 @@ def _find_wrappers(missing: Sequence[str], unused: AbstractSet[str]) -> Advice |
 
 def matches(shape: tuple[int, ...], value: Any) -> bool:
     """Whether a stored tensor can be loaded into `value`, as far as kind and shape go."""
-    if not isinstance(value, torch.Tensor) and not describes_itself(value, "__create_chunk_list__"):
+    is_tensor = isinstance(value, torch.Tensor | HeldShards)
+    if not is_tensor and not describes_itself(value, "__create_chunk_list__"):
         return False
-    size = getattr(value, "size", None)
-    return not callable(size) or tuple(size()) == shape
+    return not callable(getattr(value, "size", None)) or global_shape(value) == shape
 
 
 def shape_mismatch(
@@ -179,13 +179,12 @@ def shape_mismatch(
     fqn = wrong[0]
     value, saved = state_dict[fqn], shapes[fqn] or ()
     others = f"\n{len(wrong) - 1} more do not fit: {_listed(wrong[1:])}." if wrong[1:] else ""
-    size = getattr(value, "size", None)
-    if not callable(size):
+    if not callable(getattr(value, "size", None)):
         return ShapeMismatchError(
             f"{fqn!r} is stored as a tensor of shape {saved}, but the state dict has a "
             f"{type(value).__name__} in its place.{others}\nPut a tensor of that shape there."
         )
-    current = tuple(size())
+    current = global_shape(value)
     turned = "\nOne looks like the transpose of the other."
     return ShapeMismatchError(
         f"Size mismatch between saved {saved} and current: {current} for {fqn!r}."

@@ -34,12 +34,25 @@ def _create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
 
 
 def _create_write_item_for_shard(fqn: str, sharded_tensor: Any, shard_md: Any) -> WriteItem:
+    data = _sharded_tensor_metadata(sharded_tensor, shard_md)
+    return WriteItem(MetadataIndex(fqn, data.chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _sharded_tensor_metadata(sharded_tensor: Any, shard_md: Any) -> TensorWriteData:
     about = sharded_tensor.metadata()
-    chunk = ChunkStorageMetadata(
+    properties = to_properties(about.tensor_properties)
+    return TensorWriteData(_chunk_for_shard(shard_md), properties, torch.Size(about.size))
+
+
+def _chunk_for_shard(shard_md: Any) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(
         torch.Size(shard_md.shard_offsets), torch.Size(shard_md.shard_sizes)
     )
-    data = TensorWriteData(chunk, to_properties(about.tensor_properties), torch.Size(about.size))
-    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _get_checkpointable_tensor_write_items(fqn: str, tensor: Any) -> list[WriteItem]:
+    """The items of a tensor that says which shards it holds."""
+    return _create_write_items(fqn, tensor)
 
 
 def _create_write_item_for_bytesio(fqn: str, bytes: Any) -> WriteItem:

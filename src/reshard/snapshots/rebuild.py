@@ -47,13 +47,18 @@ class _Rebuilding(Walk):
         return parts.join([self._tensor(part) for part in parts.tensors])
 
     def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
-        if type(container) in (dict, list):
-            return replace_elements(container, changed)
-        if isinstance(container, Mapping):
-            return _refilled(container, replace_elements(container, changed))
-        if isinstance(container, list | tuple):
-            return _sequence_like(container, replace_elements([*container], changed))
-        return container.__replace_value__(changed.get(None, container.value))
+        return refill(container, changed)
+
+
+def refill(container: Any, changed: dict[Any, Any]) -> Any:
+    """A copy of a container with other elements, of the same type if possible."""
+    if type(container) in (dict, list):
+        return replace_elements(container, changed)
+    if isinstance(container, Mapping):
+        return _refilled(container, replace_elements(container, changed))
+    if isinstance(container, list | tuple):
+        return _sequence_like(container, replace_elements([*container], changed))
+    return container.__replace_value__(changed.get(None, container.value))
 
 
 def _deep(value: Any, path: Sequence[Any]) -> Any:

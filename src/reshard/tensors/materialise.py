@@ -10,6 +10,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from reshard.api import UnsupportedLayoutError
+from reshard.protocol import _copy_checkpointable_tensor_metadata, _is_checkpointable_tensor
 from reshard.tensors.groups import default_device
 from reshard.tensors.nesting import Walk, put_elements
 
@@ -54,7 +55,10 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     device = default_device()
     if isinstance(tensor, DTensor):
         return with_local(tensor, torch.empty_like(tensor._local_tensor, device=device))
-    return torch.empty_like(tensor, device=device)
+    memory = torch.empty_like(tensor, device=device)
+    if _is_checkpointable_tensor(tensor):
+        _copy_checkpointable_tensor_metadata(tensor, memory)
+    return memory
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:

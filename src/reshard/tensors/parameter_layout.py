@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,11 +90,20 @@ def _nested(tensor: ShardedTensor) -> ShardedTensor | None:
     return shards[0].tensor
 
 
-def nested_offset(tensor: Any) -> tuple[int, ...] | None:
-    """The offset of a nested sharded tensor in the whole tensor; None if none is nested."""
-    if not isinstance(tensor, ShardedTensor) or _nested(tensor) is None:
+class NestedPart(NamedTuple):
+    """Where a nested sharded tensor lies in the whole tensor, and the group that shards it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+def nested_part(tensor: Any) -> NestedPart | None:
+    """The part of a tensor that a nested sharded tensor is; None if none is nested."""
+    if not isinstance(tensor, ShardedTensor) or (inner := _nested(tensor)) is None:
         return None
-    return tuple(tensor.local_shards()[0].metadata.shard_offsets)
+    place = tensor.local_shards()[0].metadata
+    return NestedPart(tuple(place.shard_offsets), tuple(place.shard_sizes), inner._process_group)
 
 
 def device_of(tensor: Any) -> torch.device:

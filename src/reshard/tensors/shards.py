@@ -1,7 +1,7 @@
 """The shards of a tensor on this rank: regions of the global tensor, and their memory.
 
-Handles DTensor, ShardedTensor (also nested in each other), plain tensors, and tensor
-subclasses that implement torch's checkpointable protocol.
+Handles DTensor, ShardedTensor (also nested in each other), plain tensors, those that are a
+`CheckpointableTensor`, and tensor subclasses that implement torch's checkpointable protocol.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from reshard.api import PlanError, UnsupportedLayoutError
 from reshard.metadata import STATE_DICT_TYPE, MetadataIndex
+from reshard.protocol import (
+    _checkpointable_shard,
+    _is_checkpointable_tensor,
+    _validate_checkpointable_tensor_metadata,
+)
 from reshard.tensors.dcp_types import to_chunk
 from reshard.tensors.regions import Cut, Region, local_regions
 from reshard.tensors.storages import is_allocated
@@ -63,14 +68,32 @@ class HeldShards:
         return torch.Size(self.shape)
 
 
-def held_shards(value: torch.Tensor) -> HeldShards:
+def held_shards(value: Any, fqn: str = "a tensor") -> HeldShards:
     """The shards of a sharded tensor on this rank."""
     return HeldShards(
         value.dtype,
-        tuple(value.size()),
+        global_shape(value),
         value.requires_grad,
-        tuple(local_shards("a tensor", value)) if takes_part("a tensor", value) else (),
+        tuple(local_shards(fqn, value)) if takes_part(fqn, value) else (),
     )
+
+
+def with_held_shards(flat: dict[str, Any]) -> dict[str, Any]:
+    """A flat state dict with `HeldShards` in place of tensors that are a `CheckpointableTensor`.
+
+    Those look like plain tensors to whoever asks for their class or their shape.
+    """
+    found = {
+        fqn: held_shards(value, fqn)
+        for fqn, value in flat.items()
+        if hasattr(value, "global_shape") and _is_checkpointable_tensor(value)
+    }
+    return {**flat, **found} if found else flat
+
+
+def global_shape(value: Any) -> tuple[int, ...]:
+    """The shape of the tensor that `value` is, or holds shards of."""
+    return tuple(value.global_shape if _is_checkpointable_tensor(value) else value.size())
 
 
 class DTensorReader:
@@ -164,13 +187,14 @@ def _cuts(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether `value` is a torch.Tensor or Parameter, rather than another subclass."""
-    return type(value) in _PLAIN
+    """Whether `value` is a torch.Tensor or Parameter that stands for nothing but itself."""
+    return type(value) in _PLAIN and not hasattr(value, "global_shape")
 
 
 def is_sharded(value: Any) -> bool:
     """Whether `value` may be distributed over several ranks."""
-    return isinstance(value, DTensor | ShardedTensor | HeldShards)
+    known = isinstance(value, DTensor | ShardedTensor | HeldShards)
+    return known or _is_checkpointable_tensor(value)
 
 
 def plain_local_tensor(value: Any) -> torch.Tensor | None:
@@ -282,6 +306,12 @@ def local_shards(
                     yield LocalShard(offsets, inner.sizes, inner.tensor)
             else:
                 yield LocalShard(outer, tuple(shard.metadata.shard_sizes), shard.tensor)
+    elif _is_checkpointable_tensor(value):
+        _validate_checkpointable_tensor_metadata(value, fqn)
+        shards = zip(value.global_offsets, value.local_sizes, strict=True)
+        for number, (offsets, sizes) in enumerate(shards):
+            view = _checkpointable_shard(value, number)
+            yield LocalShard(tuple(offsets), tuple(sizes), view)
     else:
         yield LocalShard((0,) * value.dim(), tuple(value.shape), value)
 
@@ -303,7 +333,7 @@ def wanted_regions(fqn: str, value: Any, reader: DTensorReader) -> list[Box]:
             return []
         chunks = [to_chunk(chunk) for chunk in value.__create_chunk_list__()]
         return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | HeldShards):
         raise PlanError(f"{fqn!r} is a {type(value).__name__}, which has no regions to load")
     return [(shard.offsets, shard.sizes) for shard in local_shards(fqn, value, reader)]
 
