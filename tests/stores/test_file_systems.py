@@ -47,11 +47,12 @@ def empty() -> dict[str, Any]:
         {"compress": "zstd"},
         {"extensions": [ZStandard()]},
     ],
-    ids=str,
+    ids=["plain", "threads", "files", "compressed", "extensions"],
 )
 def test_a_checkpoint_goes_through_the_streams_of_a_user(
     kind: type[Objects], options: dict[str, Any], tmp_path: Path
 ) -> None:
+    options = dict(options)
     extensions = options.pop("extensions", None)
     compress = options.pop("compress", None)
     writer = ObjectWriter(tmp_path, PLACE, kind, _extensions=extensions, **options)
