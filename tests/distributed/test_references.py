@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
+from reshard.checkpoint import bases
 from reshard.checkpoint.directory import read_manifest
 from reshard.state_dict_saver import AsyncCheckpointerType
 from reshard.stores.local import LocalStore
@@ -268,16 +271,22 @@ def test_a_rank_whose_frozen_tensor_has_changed_fails_all_and_the_next_save_copi
 # One rank alone has a problem
 
 
-def save_with_bases(folder: str, bases: list[str], in_background: bool, together: bool) -> Any:
+def save_with_a_base(folder: str, victim: int, in_background: bool, together: bool) -> Any:
     state = sharded(1, "rows")
     options: dict[str, Any] = {
         "checkpoint_id": f"{folder}/new",
-        "base": bases[dist.get_rank()],
+        "base": f"{folder}/a",
         "use_collectives": together,
     }
-    if in_background:
-        return told(lambda: reshard.async_save(state, **options).result())[:2]
-    return told(lambda: reshard.save(state, **options))[:2]
+    # As if the file system did not show the base to one rank.
+    missing = LocalStore(f"{folder}/missing")
+    unseen = mock.patch.object(
+        bases, "read_manifest", side_effect=lambda there: read_manifest(missing)
+    )
+    with unseen if dist.get_rank() == victim else contextlib.nullcontext():
+        if in_background:
+            return told(lambda: reshard.async_save(state, **options).result())[:2]
+        return told(lambda: reshard.save(state, **options))[:2]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -287,10 +296,8 @@ def test_a_rank_that_cannot_read_the_base_fails_all(
     victim: int, in_background: bool, together: bool, tmp_path: Path
 ) -> None:
     run_ranks(2, save_one, str(tmp_path / "a"), 0, "rows", None, {})
-    bases = [str(tmp_path / "a")] * 2
-    bases[victim] = str(tmp_path / "missing")
 
-    outcomes = run_ranks(2, save_with_bases, str(tmp_path), bases, in_background, together)
+    outcomes = run_ranks(2, save_with_a_base, str(tmp_path), victim, in_background, together)
 
     for rank, (kind, text) in enumerate(outcomes):
         if in_background and rank == victim:
