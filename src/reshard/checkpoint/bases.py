@@ -29,7 +29,7 @@ from reshard.format.container import (
     read_header,
 )
 from reshard.format.tables import Manifest, Origin
-from reshard.planning.columns import DTYPES
+from reshard.planning.columns import DTYPES, ChunkTable
 from reshard.plans.results import WrittenFile
 from reshard.stores.protocol import Reader, Store
 
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
 _PIECE_BYTES = 4 << 20
+_FEW_CHUNKS = 16
 _WRAPPERS = frozenset({"base_layer", "_orig_mod", "module", "_fsdp_wrapped_module"})
 """Parts of names that wrappers of modules add."""
 
@@ -172,13 +173,9 @@ class StoredCheckpoint:
         ) == tuple(content.tensor_shape)
         if not is_same:
             return None
-        offsets, sizes = table.of(tensor)
-        dims = int(table.ndims[tensor])
-        same = (offsets[:, :dims] == tuple(content.offsets)).all(axis=1)
-        same &= (sizes[:, :dims] == tuple(content.shape)).all(axis=1)
-        if not same.any():
+        row = _find_chunk(table, tensor, content.offsets, content.shape)
+        if row is None:
             return None
-        row = int(table.starts[tensor]) + int(same.argmax())
         file = self._files[int(m.chunk_files[row])]
         codec = 0 if m.chunk_codecs is None else int(m.chunk_codecs[row])
         parts = m.chunk_fingerprints
@@ -219,6 +216,22 @@ class StoredCheckpoint:
             )
         if self._there.version(MANIFEST) != self._version:
             raise BaseError(f"{where} was replaced or deleted while this save began. Save again")
+
+
+def _find_chunk(
+    table: ChunkTable, tensor: int, offsets: Sequence[int], sizes: Sequence[int]
+) -> int | None:
+    """The row of the chunk that is a region of a tensor."""
+    dims, begin = int(table.ndims[tensor]), int(table.starts[tensor])
+    begins, lengths = (column[:, :dims] for column in table.of(tensor))
+    if len(begins) <= _FEW_CHUNKS:
+        # Of a few chunks, numpy takes longer to begin than to compare.
+        for row, (first, extent) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+            if first == [*offsets] and extent == [*sizes]:
+                return begin + row
+        return None
+    same = (begins == tuple(offsets)).all(axis=1) & (lengths == tuple(sizes)).all(axis=1)
+    return begin + int(same.argmax()) if same.any() else None
 
 
 def _seen_from(store: Store, there: Store, location: str, origin: Origin) -> Origin | None:

@@ -32,7 +32,7 @@ from reshard.format.merging import merge_manifests
 from reshard.format.tables import PARTS, Manifest
 from reshard.metadata import Metadata
 from reshard.stores.owners import OWNER, owner_tag
-from reshard.stores.protocol import Store
+from reshard.stores.protocol import Reader, Store
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +198,7 @@ def is_committed(store: Store, save_id: str) -> bool:
         return False
     try:
         # A save in DCP's format has its id here.
-        tail = bytearray(min(_TAIL_BYTES, reader.nbytes))
-        reader.read_into(reader.nbytes - len(tail), [memoryview(tail)] if tail else [])
+        tail = _last_bytes(reader)
     finally:
         reader.close()
     if save_id.encode() in tail:
@@ -208,6 +207,12 @@ def is_committed(store: Store, save_id: str) -> bool:
         return read_one_manifest(store, MANIFEST).notes.get("save_id") == save_id
     except (FileNotFoundError, UnsupportedFormatError):
         return False
+
+
+def _last_bytes(reader: Reader) -> bytes:
+    tail = bytearray(min(_TAIL_BYTES, reader.nbytes))
+    reader.read_into(reader.nbytes - len(tail), [memoryview(tail)] if tail else [])
+    return bytes(tail)
 
 
 def requirements(store: Store) -> set[str]:
@@ -220,15 +225,22 @@ def requirements(store: Store) -> set[str]:
 
 
 def has_foreign_manifest(store: Store) -> bool:
-    """Whether the file with the name of the manifest is something else, such as DCP's."""
+    """Whether the file with the name of the manifest is something else, such as DCP's.
+
+    What a save wrote in DCP's format is not: its id is in the names of the files beside it.
+    """
     try:
         reader = store.open_reader(MANIFEST)
     except FileNotFoundError:
         return False
     try:
-        return not looks_like_manifest(reader)
+        if looks_like_manifest(reader):
+            return False
+        tail = _last_bytes(reader).replace(b"-", b"")
     finally:
         reader.close()
+    tokens = {match[1] for match in map(SHARD_FILE.fullmatch, store.list()) if match}
+    return not any(token.encode() in tail for token in tokens)
 
 
 def is_same_place(store: Store, other: Store) -> bool:
