@@ -4,8 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# `make test-torch` has an environment of its own for each version.
+TORCH ?=
+TORCH_VENV := .venv-torch-$(TORCH)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests test-all bench bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-before-after clean
+.PHONY: help setup demo test lint types layers tests test-all test-torch bench bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-before-after clean
 
 help:  ## Explain every target
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -40,6 +44,21 @@ tests: setup  ## pytest on both cores
 test-all: setup  ## pytest with the slow tests as well
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m ""
 
+test-torch:  ## pytest with another torch, in an environment beside .venv: TORCH=2.15.0 (5 GB), TESTS=<paths>
+	@test -n "$(TORCH)" || { echo "say which torch to test with: make test-torch TORCH=2.15.0"; exit 2; }
+	@$(MAKE) --no-print-directory $(TORCH_VENV)/.installed
+	@$(TORCH_VENV)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	@$(TORCH_VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup $(TESTS)
+
+# As `setup`, but for the version of torch. Without a cache: a download of this size is used once.
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	@sed '/^torch==/d' constraints.txt > $(TORCH_VENV)/constraints.txt
+	@echo 'torch==$(TORCH)' >> $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --no-cache-dir --constraint $(TORCH_VENV)/constraints.txt torch
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[dev]'
+	@touch $@
+
 bench: bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
 
 bench-planning: setup  ## Planning at 1024 ranks beside DCP: a table, and JSON under docs/benchmarks/
@@ -73,4 +92,4 @@ bench-before-after: setup  ## This tree beside an earlier one, in turns: BASE=<c
 	@$(BIN)/python -W ignore benchmarks/before_after.py --base $(or $(BASE),HEAD~1)
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

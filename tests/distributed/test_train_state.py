@@ -23,6 +23,7 @@ from reshard.training import TrainState
 from support.background import Gate, GatedWriter
 from support.ranks import run_ranks
 from support.small_model import FORMS, adamw, losses, small_model
+from support.torch_version import TORCH
 from support.whole import differences
 
 SECONDS = 30.0
@@ -86,6 +87,9 @@ def save_and_load_under_watch(form: str, box: Path) -> dict[str, list[str]]:
     # What is loaded into itself is as it was, gradients, random numbers and all.
     reshard.load({"train": TrainState(model, optimizer)}, checkpoint_id=box / f"{form} running")
     found["loaded"] = differences(running, look_at(model, optimizer))
+    if form == "fsdp2" and TORCH < (2, 10):
+        # There, FSDP2 moves uneven parameters in every load_state_dict.
+        found["loaded"] = [each for each in found["loaded"] if not each.startswith(".addresses")]
     reshard.load({"train": TrainState(new, fresh)}, checkpoint_id=box / f"{form} running")
     after = look_at(new, fresh)
     same = ("parameters", "state", "states", "settings", "random")

@@ -29,6 +29,7 @@ from reshard.plans.global_plan import dedup_save_plans
 from reshard.plans.write_items import RowBuilder, WriteItems
 from reshard.tensors.regions import local_regions
 from reshard.tensors.shards import DTensorReader
+from reshard.tensors.torch_versions import cuts_strided_shards_at_once
 from support.fake_ranks import as_rank, distributed, mesh_of, on_each_rank
 from support.layouts import Array, Layout, Split, layouts, meshes, shapes
 
@@ -225,12 +226,15 @@ def test_regions_of_dtensors_are_those_that_torch_computes(mesh_shape: tuple[int
     assert compared == math.prod(mesh_shape) * len(SHAPES) * 4
 
 
-STRIDED = [
+STRIDED_BY_FSDP = [
     ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
     ((2, 3), [_StridedShard(0, split_factor=3), Shard(0)]),
+    ((2, 2, 2), [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]),
+]
+STRIDED = [
+    *STRIDED_BY_FSDP,
     ((3,), [_StridedShard(0, split_factor=2)]),
     ((2, 2), [_StridedShard(1, split_factor=3), Shard(0)]),
-    ((2, 2, 2), [Replicate(), _StridedShard(0, split_factor=2), Shard(0)]),
     ((2, 2, 2), [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)]),
     ((2, 2), [Shard(0), _StridedShard(0, split_factor=2)]),
 ]
@@ -241,6 +245,12 @@ STRIDED = [
 def test_regions_of_strided_dtensors_match_the_data_that_torch_cuts(
     mesh_shape: tuple[int, ...], placements: list[Shard | Replicate], rows: int
 ) -> None:
+    parts = math.prod(
+        size for size, each in zip(mesh_shape, placements, strict=True) if each != Replicate()
+    )
+    is_fsdp = any(placements is each for _, each in STRIDED_BY_FSDP)
+    if is_fsdp and rows % parts and cuts_strided_shards_at_once():
+        pytest.skip(f"torch {torch.__version__} cuts uneven shards in another order than FSDP does")
     whole = torch.arange(rows * 3).reshape(rows, 3)
     for rank in range(math.prod(mesh_shape)):
         with as_rank(rank, math.prod(mesh_shape)):

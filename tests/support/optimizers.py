@@ -20,6 +20,11 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def mean(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The mean over a dimension. torch 2.8 averages the means of shards, also of uneven ones."""
+    return settled(tensor.sum(dim)) / tensor.size(dim)
+
+
 class _ByParameter(torch.optim.Optimizer):
     """Takes its step for one parameter after the other."""
 
@@ -49,9 +54,9 @@ class Factored(_ByParameter):
         if parameter.dim() < 2:
             means = self._mixed(state, "means", squares, group["decay"])
         else:
-            rows = self._mixed(state, "rows", settled(squares.mean(-1)), group["decay"])
-            columns = self._mixed(state, "columns", settled(squares.mean(0)), group["decay"])
-            means = rows.unsqueeze(1) * columns.unsqueeze(0) / settled(rows.mean())
+            rows = self._mixed(state, "rows", mean(squares, 1), group["decay"])
+            columns = self._mixed(state, "columns", mean(squares, 0), group["decay"])
+            means = rows.unsqueeze(1) * columns.unsqueeze(0) / mean(rows, 0)
         change = group["lr"] * parameter.grad / means.sqrt()
         if isinstance(parameter, DTensor):
             change = change.redistribute(placements=parameter.placements)

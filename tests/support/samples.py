@@ -92,7 +92,9 @@ class Spread:
         splits = tuple(s if s is not None and s.dim < whole.dim() else None for s in self.splits)
         positions = torch.arange(whole.numel()).view(whole.shape).numpy()
         mine = torch.from_numpy(Layout(self.mesh, splits).local_part(positions, rank))
-        return whole.reshape(-1)[mine.reshape(-1)].view(mine.shape)
+        # As bytes: not every torch can index every dtype.
+        elements = whole.reshape(-1, 1).view(torch.uint8)
+        return elements[mine.reshape(-1)].view(whole.dtype).view(mine.shape)
 
     @staticmethod
     def _placement(split: Split | None, dims: int) -> Placement:

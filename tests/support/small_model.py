@@ -18,6 +18,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from support.training import averaging
+
 Make = Callable[[Any], optim.Optimizer]
 
 
@@ -76,8 +78,8 @@ def ddp(model: nn.Module) -> nn.Module:
 
 def fsdp2(model: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model.up, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    averaging(fully_shard(model.up, mesh=mesh))
+    return averaging(fully_shard(model, mesh=mesh))
 
 
 def tp(model: nn.Module) -> nn.Module:
@@ -90,7 +92,7 @@ def fsdp2_over_tp(model: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"up.0": ColwiseParallel(), "down": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
-    return fully_shard(model, mesh=mesh["dp"])
+    return averaging(fully_shard(model, mesh=mesh["dp"]))
 
 
 def fsdp1(

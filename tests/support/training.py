@@ -144,8 +144,14 @@ def hsdp(make: OptimizerOf = adamw) -> Run:
 
 def _fsdp2(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for layer in model.layers.values():  # type: ignore[union-attr,operator]
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        averaging(fully_shard(layer, mesh=mesh))
+    return averaging(fully_shard(model, mesh=mesh))
+
+
+def averaging(module: Any) -> nn.Module:
+    """Have FSDP2 divide the sums of gradients itself: gloo does not average in torch 2.8."""
+    module.set_force_sum_reduction_for_comms(True)
+    return module
 
 
 def tensor_parallel(make: OptimizerOf = adamw) -> Run:

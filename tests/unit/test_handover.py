@@ -213,10 +213,10 @@ def test_a_subclass_arrives_as_what_it_consists_of(sender: Sender) -> None:
 
 def test_a_subclass_with_memory_arrives_with_its_attributes(sender: Sender) -> None:
     tagged = torch.arange(3.0).as_subclass(Tagged)
-    tagged.names = ["a"]
+    tagged.labels = ["a"]
     received = sender.send({"w": tagged})["w"]
     assert type(received) is Tagged
-    assert (received.tolist(), received.names) == ([0, 1, 2], ["a"])
+    assert (received.tolist(), received.labels) == ([0, 1, 2], ["a"])
 
 
 def test_a_subclass_with_memory_does_not_bring_the_others_along(sender: Sender) -> None:

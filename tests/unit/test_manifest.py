@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
+from reshard.format.checks import check_dtypes
 from reshard.format.manifest import decode_manifest, encode_manifest
 from reshard.format.tables import Manifest, Origin
 from reshard.planning.columns import DTYPE_CODES, DTYPES
@@ -310,3 +311,9 @@ def test_a_file_of_another_kind_is_told_from_a_damaged_one() -> None:
             decode_manifest(changed, "here")
     with pytest.raises(CorruptCheckpointError, match="damaged: its checksum"):
         decode_manifest(raw.replace(b"today", b"tuesd"), "here")
+
+
+def test_a_dtype_of_another_torch_is_named_together_with_the_torch_at_hand() -> None:
+    here = re.escape(torch.__version__)
+    with pytest.raises(UnsupportedFormatError, match=rf"'float1024', which torch {here} "):
+        check_dtypes(["float32", "float1024"], "here")

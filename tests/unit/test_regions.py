@@ -110,3 +110,24 @@ def test_regions_of_a_large_mesh_are_found_by_arithmetic_not_by_listing() -> Non
     (region,) = local_regions((1 << 40, 1 << 20), (Cut(0, 1 << 10, 5),))
     assert region == Region((5 << 30, 0), (1 << 30, 1 << 20), (0, 0))
     assert math.prod(region.sizes) == 1 << 50
+
+
+def test_a_strided_cut_that_is_made_at_once_deals_the_pieces_out_in_turn() -> None:
+    # Pieces of two rows, of which there are four; the last two of the six are empty.
+    regions = [local_regions((8,), (Cut(0, 3, index, 2, at_once=True),)) for index in range(3)]
+    assert [[(r.offsets[0], r.sizes[0]) for r in found] for found in regions] == [
+        [(0, 2), (6, 2)],
+        [(2, 2)],
+        [(4, 2)],
+    ]
+
+
+@pytest.mark.parametrize(("rows", "parts", "factor"), [(8, 2, 2), (12, 3, 2), (12, 2, 3)])
+def test_where_sizes_are_even_a_strided_cut_is_the_same_at_once_and_in_two_steps(
+    rows: int, parts: int, factor: int
+) -> None:
+    for index in range(parts):
+        at_once, in_steps = (
+            local_regions((rows,), (Cut(0, parts, index, factor, way),)) for way in (True, False)
+        )
+        assert at_once == in_steps

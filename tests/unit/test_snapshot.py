@@ -366,12 +366,12 @@ def test_a_tensor_that_is_still_being_gathered_is_waited_for() -> None:
 
 def test_a_subclass_with_memory_keeps_its_type_and_its_attributes() -> None:
     tagged = torch.arange(3.0).as_subclass(Tagged)
-    tagged.names = ["a"]
+    tagged.labels = ["a"]
     twin = snapshot_of(tagged)
-    tagged.names.append("b")
+    tagged.labels.append("b")
     tagged.zero_()
     assert type(twin) is Tagged
-    assert (twin.tolist(), twin.names) == ([0, 1, 2], ["a"])
+    assert (twin.tolist(), twin.labels) == ([0, 1, 2], ["a"])
 
 
 def test_a_tensor_among_the_attributes_of_a_subclass_is_copied() -> None:

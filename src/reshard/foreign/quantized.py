@@ -17,6 +17,7 @@ import torch
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.format.tables import Manifest
 from reshard.planning.columns import DTYPE_CODES, DTYPES
+from reshard.tensors.torch_versions import dtypes_here
 
 _SCALE, _WEIGHT = ".weight_scale_inv", ".weight"
 _GROUP_SCALES, _GROUPS = "_scales", "_blocks"
@@ -25,6 +26,7 @@ _TILE_ELEMENTS = 1 << 20
 _FOUR_BIT_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 to 7; those from 8 on are their negatives."""
 _EXPONENT_BIAS = 127
+_EXPONENT_DTYPES = {torch.uint8, *dtypes_here({"F8_E8M0": "float8_e8m0fnu"}).values()}
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -81,7 +83,7 @@ def _describe_packed(m: Manifest, tensor: int, scales: int) -> Quantized:
     problem = ""
     if found != stored[:-1]:
         problem = f"has groups of bytes of shape {stored}, but scales of shape {found}"
-    elif dtypes[0] is not torch.uint8 or dtypes[1] not in (torch.uint8, torch.float8_e8m0fnu):
+    elif dtypes[0] is not torch.uint8 or dtypes[1] not in _EXPONENT_DTYPES:
         problem = f"is of dtype {dtypes[0]} with scales of {dtypes[1]}, and not of bytes"
     elif (m.chunk_sizes[_chunks(m, tensor), len(stored) - 1] != nbytes).any():
         problem = "is stored in parts that cut through groups"

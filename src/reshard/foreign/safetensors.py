@@ -28,6 +28,7 @@ from reshard.format.container import (
 )
 from reshard.format.tables import SAFETENSORS, Manifest
 from reshard.stores.protocol import Store
+from reshard.tensors.torch_versions import dtypes_here
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,7 +41,7 @@ _INDEX = re.compile(r".+\.safetensors\.index\.json")
 _MOST_INDEX_BYTES = 256 << 20
 
 DTYPES: Mapping[str, torch.dtype] = {
-    "F8_E8M0": torch.float8_e8m0fnu,
+    **dtypes_here({"F8_E8M0": "float8_e8m0fnu"}),
     **{name: dtype for dtype, name in SAFETENSORS_DTYPES.items()},
 }
 

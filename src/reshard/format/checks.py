@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.format.checksum import DIGEST_BYTES
@@ -24,7 +25,8 @@ def check_dtypes(names: Sequence[str], where: str) -> None:
     for name in names:
         if name not in DTYPE_BY_NAME or name.startswith(("qint", "quint")):
             raise UnsupportedFormatError(
-                f"{where} holds tensors of dtype {name!r}, which this torch does not have"
+                f"{where} holds tensors of dtype {name!r}, which torch {torch.__version__} cannot "
+                "load: use the torch that it was saved with, or save it there in another dtype"
             )
 
 

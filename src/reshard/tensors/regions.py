@@ -23,13 +23,15 @@ class Cut:
 
     `parts` ranks share the dimension and this one is number `index` of them. A
     `split_factor` above 1 makes the cut strided: the dimension is first cut into that
-    many pieces, and each piece is shared by all.
+    many pieces, and each piece is shared by all. With `at_once` it is cut into all the
+    parts of those pieces in one step, which is the same unless the sizes are uneven.
     """
 
     dim: int
     parts: int
     index: int
     split_factor: int = 1
+    at_once: bool = False
 
 
 class Region(NamedTuple):
@@ -52,12 +54,19 @@ def local_regions(
     """
     runs: list[Runs] = [((0, size),) for size in shape]
     for cut in reversed(cuts) if right_to_left else cuts:
-        pieces: list[Runs] = [runs[cut.dim]]
-        if cut.split_factor > 1 and not right_to_left:
-            pieces = [_part(runs[cut.dim], cut.split_factor, i) for i in range(cut.split_factor)]
-        kept = itertools.chain.from_iterable(_part(p, cut.parts, cut.index) for p in pieces)
+        strides = 1 if right_to_left else cut.split_factor
+        kept = itertools.chain.from_iterable(
+            _strided_part(runs[cut.dim], cut, strides, i) for i in range(strides)
+        )
         runs[cut.dim] = _joined(kept) or ((shape[cut.dim], 0),)
     return tuple(_products(runs))
+
+
+def _strided_part(runs: Runs, cut: Cut, strides: int, number: int) -> Runs:
+    """What this rank holds of one of the pieces of a strided cut."""
+    if cut.at_once:
+        return _part(runs, strides * cut.parts, number * cut.parts + cut.index)
+    return _part(_part(runs, strides, number), cut.parts, cut.index)
 
 
 def _part(runs: Runs, parts: int, index: int) -> Runs:

@@ -27,6 +27,7 @@ from reshard.tensors.dcp_types import to_chunk
 from reshard.tensors.regions import Cut, Region, local_regions
 from reshard.tensors.storages import is_allocated
 from reshard.tensors.subclasses import is_composite
+from reshard.tensors.torch_versions import cuts_strided_shards_at_once
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -174,7 +175,8 @@ def _cuts(
     for mesh_dim, placement in enumerate(placements):
         parts, index = int(mesh_shape[mesh_dim]), int(coordinate[mesh_dim])
         if isinstance(placement, _StridedShard):
-            cuts.append(Cut(placement.dim, parts, index, int(placement.split_factor)))
+            factor, at_once = int(placement.split_factor), cuts_strided_shards_at_once()
+            cuts.append(Cut(placement.dim, parts, index, factor, at_once))
         elif isinstance(placement, Shard):
             cuts.append(Cut(placement.dim, parts, index))
         elif not isinstance(placement, Replicate):
