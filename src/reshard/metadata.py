@@ -54,8 +54,8 @@ _FORMATS = {
 class TensorProperties:
     """How a tensor was made. Only `dtype` matters to a load; the rest is a record.
 
-    `strides` are those of the tensor in memory, where a plan says them. They are not stored:
-    what a checkpoint holds is contiguous.
+    `strides` are those of the tensor in memory, where a plan says them. They are not stored, since
+    what a checkpoint holds is contiguous, and properties that differ in nothing else are equal.
     """
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
@@ -63,7 +63,7 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = field(default=torch.contiguous_format)
     pin_memory: bool = False
-    strides: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = field(default=None, compare=False)
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:

@@ -1,17 +1,17 @@
-"""Shards by index, and objects between ranks, under the module name that DCP users import from.
-
-Names that are not ours are torch's own, and are handed on.
-"""
+"""The module of that name that DCP users import from. What is not ours is torch's, handed on."""
 
 from typing import Any
 
 from torch.distributed.checkpoint import utils as _of_torch
 
+from reshard.api import CheckpointException, _is_wrapped_exception, _wrap_exception
 from reshard.coordination.dist_wrapper import _DistWrapper, _get_failure_dict
+from reshard.metadata import MetadataIndex
 from reshard.operations.user_calls import _api_bc_check
 from reshard.tensors.shards import find_state_dict_object, find_tensor_shard
 
-__all__ = ["_DistWrapper", "_api_bc_check", "_get_failure_dict"]
+__all__ = ["CheckpointException", "MetadataIndex", "_is_wrapped_exception", "_wrap_exception"]
+__all__ += ["_DistWrapper", "_api_bc_check", "_get_failure_dict"]
 __all__ += ["find_state_dict_object", "find_tensor_shard"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as theirs
 
+from reshard.default_planner import create_default_local_save_plan
 from reshard.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
@@ -21,8 +22,8 @@ def test_properties_survive_pickling(
     memory_format: torch.memory_format, strides: tuple[int, ...] | None
 ) -> None:
     properties = TensorProperties(torch.int8, torch.strided, True, memory_format, True, strides)
-    assert pickle.loads(pickle.dumps(properties)) == properties
-    assert copy.deepcopy(properties) == properties
+    assert vars(pickle.loads(pickle.dumps(properties))) == vars(properties)
+    assert vars(copy.deepcopy(properties)) == vars(properties)
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
@@ -60,6 +61,13 @@ def test_properties_of_a_tensor_say_how_it_lies_in_memory() -> None:
     assert TensorProperties.create_from_tensor(turned).strides == (1, 3)
     sparse = torch.eye(2).to_sparse()
     assert TensorProperties.create_from_tensor(sparse).strides is None
+
+
+def test_properties_of_a_planned_tensor_equal_those_of_the_tensor() -> None:
+    tensor = torch.zeros(2, 3, dtype=torch.int8)
+    planned = create_default_local_save_plan({"w": tensor}, True).items[0].tensor_data
+    assert planned is not None
+    assert planned.properties == TensorProperties.create_from_tensor(tensor)
 
 
 def test_values_without_strides_have_properties_as_well() -> None:

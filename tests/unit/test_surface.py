@@ -338,6 +338,21 @@ def test_every_public_name_takes_the_same_calls_or_has_a_row(module: str, name: 
     assert not unexplained
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_hands_on_what_is_replaced_here(module: str) -> None:
+    theirs, ours = theirs_of(module), ours_of(module)
+    handed_on = {
+        name: value
+        for name, value in vars(theirs).items()
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        and getattr(ours, name, None) is value
+    }
+    for name, value in handed_on.items():
+        home = value.__module__.removeprefix(dcp.__name__).lstrip(".")
+        if home in MODULES:
+            assert getattr(ours_of(home), name, value) is value, f"{name} is torch's"
+
+
 @pytest.mark.parametrize("name", sorted({*NOT_YET, *LEFT_OUT}))
 def test_a_name_that_is_announced_or_left_out_is_still_missing(name: str) -> None:
     first, _, rest = name.partition(".")
