@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import reshard
 from support.ranks import run_alone, run_ranks
-from support.recipes import bits, fingerprint, is_of_reshard, spoiled, trained
+from support.recipes import LONG, bits, fingerprint, is_of_reshard, spoiled, trained
 from support.training import Block, Run, adamw, batch, loss_of, seeded_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LONG)]
 pytest.importorskip("lightning", reason="lightning is not installed")
 with_each_strategy = pytest.mark.parametrize("strategy", ["fsdp", "model_parallel"])
 
@@ -90,7 +90,7 @@ def fabric_run(strategy: str) -> tuple[Any, Run, dict[str, Any]]:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    run = Run(model.module, optimizer.optimizer, step)
+    run = Run(model._forward_module, optimizer.optimizer, step)
     return fabric, run, {"model": model, "optimizer": optimizer}
 
 
@@ -105,7 +105,6 @@ def saves_with_fabric(strategy: str, box: Path) -> dict[str, Any]:
 def loads_with_fabric(strategy: str, box: Path) -> tuple[dict[str, Any], int]:
     reshard.patch()
     fabric, run, state = fabric_run(strategy)
-    run.step(5)
     spoiled(run)
     state["step"] = 0
     rest = fabric.load(box / "saved", state)
@@ -121,12 +120,11 @@ def consolidates(package: str, box: Path) -> None:
 
 @with_each_strategy
 def test_fabric_saves_loads_and_consolidates(strategy: str, tmp_path: Path) -> None:
-    saved = run_ranks(2, saves_with_fabric, strategy, tmp_path)[0]
+    saved = run_ranks(2, saves_with_fabric, strategy, tmp_path, seconds=LONG)[0]
     assert is_of_reshard(tmp_path / "saved")
-    for ranks in (2, 3):
-        outcomes = run_ranks(ranks, loads_with_fabric, strategy, tmp_path)
-        assert outcomes == [(saved, 2)] * ranks
-    run_alone(consolidates, "fabric", tmp_path)
+    outcomes = run_ranks(3, loads_with_fabric, strategy, tmp_path, seconds=LONG)
+    assert outcomes == [(saved, 2)] * 3
+    run_alone(consolidates, "fabric", tmp_path, seconds=LONG)
     whole = torch.load(tmp_path / "whole", weights_only=True)
     assert whole["step"] == 2
     assert {name: bits(t) for name, t in whole["model"].items()} == {
@@ -163,9 +161,8 @@ def module_for(strategy: str) -> Any:
     return Module()
 
 
-def fits(strategy: str, folder: Path, steps: int, resume: bool, save: bool) -> dict[str, Any]:
-    """Train up to a number of steps, from the start or from what was saved."""
-    reshard.patch()
+def fit(strategy: str, steps: int, resume: Path | None = None) -> Any:
+    """A Trainer that has trained up to a number of steps, from the start or from a checkpoint."""
     import lightning
 
     trainer = lightning.Trainer(
@@ -180,25 +177,31 @@ def fits(strategy: str, folder: Path, steps: int, resume: bool, save: bool) -> d
     # The same batch again and again: a plain DataLoader does not resume.
     words, targets = batch(0)
     data = DataLoader(TensorDataset(words.repeat(8, 1), targets.repeat(8, 1)), batch_size=4)
-    module = module_for(strategy)
-    trainer.fit(module, data, ckpt_path=str(folder) if resume else None)
+    trainer.fit(module_for(strategy), data, ckpt_path=resume)
     assert trainer.global_step == steps
-    if save:
-        trainer.save_checkpoint(folder)
-    inner = trainer.strategy.model
-    return fingerprint(Run(inner, trainer.optimizers[0], lambda _: 0.0))
+    return trainer
+
+
+def found_in(trainer: Any) -> dict[str, Any]:
+    return fingerprint(Run(trainer.strategy.model, trainer.optimizers[0], lambda _: 0.0))
+
+
+def trains_and_resumes(strategy: str, folder: Path) -> bool:
+    """Whether a run that was resumed ends as one that was not interrupted."""
+    reshard.patch()
+    wanted = found_in(fit(strategy, 4))
+    fit(strategy, 2).save_checkpoint(folder)
+    return found_in(fit(strategy, 4, resume=folder)) == wanted
 
 
 @with_each_strategy
 def test_the_trainer_resumes_from_what_it_saved(strategy: str, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    wanted = run_ranks(2, fits, strategy, folder, 4, False, False)
-    run_ranks(2, fits, strategy, folder, 2, False, True)
+    assert run_ranks(2, trains_and_resumes, strategy, folder, seconds=LONG) == [True, True]
     assert is_of_reshard(folder)
-    assert run_ranks(2, fits, strategy, folder, 4, True, False) == wanted
     if strategy == "fsdp":
         # Lightning's own tool knows the names of this strategy only.
-        run_alone(consolidates, "pytorch", tmp_path)
+        run_alone(consolidates, "pytorch", tmp_path, seconds=LONG)
         whole = torch.load(tmp_path / "whole", weights_only=False)
         assert whole["global_step"] == 2
         assert whole["state_dict"]["model.head.weight"].shape == (11, 8)

@@ -15,6 +15,8 @@ from support.samples import raw
 from support.training import Run
 
 DCP = "torch.distributed.checkpoint"
+LONG = 300.0
+"""Seconds for ranks that import a project: some take half a minute for that alone."""
 with_either_library = pytest.mark.parametrize(
     "library", ["reshard", pytest.param(DCP, marks=pytest.mark.slow)], ids=["reshard", "dcp"]
 )
