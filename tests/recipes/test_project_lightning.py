@@ -1,4 +1,4 @@
-"""Lightning itself, under `reshard.patch()`: Fabric and the Trainer, with FSDP1 and with DTensors."""
+"""Lightning itself, under `reshard.patch()`: Fabric and the Trainer, with FSDP1 and DTensors."""
 
 from __future__ import annotations
 

@@ -86,9 +86,7 @@ def loads(names: list[str], box: Path) -> dict[str, Any]:
             state = get_optimizer_state_dict(model, optimizer, options=FLAT)
             reshard.load({"optimizer": state}, checkpoint_id=box / place)
             set_optimizer_state_dict(model, optimizer, state, options=FLAT)
-            loaded[place] = whole_state(
-                get_optimizer_state_dict(model, optimizer, options=FLAT)
-            )
+            loaded[place] = whole_state(get_optimizer_state_dict(model, optimizer, options=FLAT))
             train(model, optimizer, 1)
     return loaded
 

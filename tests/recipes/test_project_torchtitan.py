@@ -1,4 +1,4 @@
-"""torchtitan's own CheckpointManager, with its optimizers and schedulers, under `reshard.patch()`."""
+"""torchtitan's CheckpointManager, optimizers and schedulers, under `reshard.patch()`."""
 
 from __future__ import annotations
 

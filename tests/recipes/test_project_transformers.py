@@ -1,4 +1,4 @@
-"""transformers, with accelerate below it, under `reshard.patch()`: the Trainer, and save_pretrained."""
+"""transformers and accelerate, under `reshard.patch()`: the Trainer, and save_pretrained."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ def trained_by(folder: Path, version: int, resume: Path | None = None) -> Any:
             "version": version,
             "state_dict_type": "SHARDED_STATE_DICT",
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            # Accelerate looks for a GPU to send them with.
+            "sync_module_states": False,
         },
     )
     assert arguments.device.type == "cpu"
