@@ -21,7 +21,7 @@ from reshard.training import TrainState
 from support.optimizers import Blockwise, Coded, like
 from support.ranks import run_alone, run_ranks
 from support.small_model import FORMS, losses, small_model
-from support.subclasses import Blocks, Scaled
+from support.subclasses import Blocks, Packed, Scaled
 from support.whole import differences, stored
 
 
@@ -48,31 +48,36 @@ def whole_momenta(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[to
         momentum = optimizer.state[parameter]["momentum"]
         assert isinstance(momentum, DTensor) == isinstance(parameter, DTensor)
         if not isinstance(momentum, DTensor):
-            assert type(momentum) is Blocks
+            assert isinstance(momentum, Blocks)
             found.append(momentum.values())
             continue
         local: Any = momentum.to_local()
-        assert type(local) is Blocks
+        assert isinstance(local, Blocks)
         found.append(
             DTensor.from_local(
-                local.values(), momentum.device_mesh, momentum.placements, run_check=False
+                local.values(),
+                momentum.device_mesh,
+                momentum.placements,
+                run_check=False,
+                shape=momentum.shape,
+                stride=momentum.stride(),
             ).full_tensor()
         )
     return found
 
 
-def save_in_blocks(box: Path) -> list[torch.Tensor]:
+def save_in_blocks(box: Path, kind: type[Blocks] = Blocks) -> list[torch.Tensor]:
     model = even_model(0)
-    optimizer = Blockwise(model.parameters())
+    optimizer = Blockwise(model.parameters(), kind=kind)
     train(model, optimizer)
     reshard.save({"train": TrainState(model, optimizer)}, checkpoint_id=box)
     return whole_momenta(model, optimizer)
 
 
-def load_blocks(box: Path, fresh: bool) -> Any:
+def load_blocks(box: Path, fresh: bool, kind: type[Blocks] = Blocks) -> Any:
     """The momenta that were loaded, and whether training goes on from them."""
     model = even_model(1)
-    optimizer = Blockwise(model.parameters())
+    optimizer = Blockwise(model.parameters(), kind=kind)
     if not fresh:
         train(model, optimizer)
     before = {p: optimizer.state[p].get("momentum") for p in model.parameters()}
@@ -100,6 +105,13 @@ def test_state_in_8_bits_moves_between_layouts(saved_on: int, fresh: bool, tmp_p
         outcomes += run_ranks(loaded_on, load_blocks, tmp_path, fresh)
     for loaded in outcomes:
         assert differences(loaded, saved) == []
+
+
+def test_a_subclass_that_keeps_its_shape_moves_between_layouts(tmp_path: Path) -> None:
+    saved = run_ranks(3, save_in_blocks, tmp_path, Packed)[0]
+    for fresh in (True, False):
+        for loaded in run_ranks(2, load_blocks, tmp_path, fresh, Packed):
+            assert differences(loaded, saved) == []
 
 
 def coded(box: Path, form: str, source: str | None) -> Any:

@@ -99,17 +99,18 @@ class Coded(_ByParameter):
 class Blockwise(_ByParameter):
     """Momentum in 8 bits, a shard of each sharded parameter at a time."""
 
-    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+    def __init__(self, parameters: Any, lr: float = 1e-2, kind: type[Blocks] = Blocks) -> None:
         super().__init__(parameters, {"lr": lr})
+        self.kind = kind
 
     def _step(self, parameter: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         own, gradient = (
             t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad)
         )
         if "momentum" not in state:
-            state["momentum"] = like(parameter, Blocks.of(torch.zeros_like(own)))
+            state["momentum"] = like(parameter, self.kind.of(torch.zeros_like(own)))
         local = _local(state["momentum"])
-        local.copy_(Blocks.of(gradient + 0.9 * local.values()))
+        local.copy_(self.kind.of(gradient + 0.9 * local.values()))
         own.sub_(group["lr"] * local.values())
 
 

@@ -124,3 +124,46 @@ class Blocks(torch.Tensor):
             blocks = slice(begin * width // cls.BLOCK, end * width // cls.BLOCK)
             return cls(first.codes[begin:end], first.scale[blocks], first.table.clone())
         raise NotImplementedError(func)
+
+
+class Packed(Blocks):
+    """Keeps its codes in one row, so that only its context has the shape."""
+
+    size_of_all: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, shape: Any
+    ) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor, table: torch.Tensor, shape: Any
+    ) -> None:
+        super().__init__(codes, scale, table)
+        self.size_of_all = tuple(shape)
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Packed:
+        blocks = Blocks.of(values)
+        return cls(blocks.codes.flatten(), blocks.scale, blocks.table, values.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale", "table"], [True, self.size_of_all, {"block": (4,)}]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, size: Any, stride: Any) -> Packed:
+        return cls(parts["codes"], parts["scale"], parts["table"], context[1])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        first: Any = args[0]
+        if func is aten.detach.default or func is aten.view.default:
+            # It is viewed in its own shape only.
+            return cls(first.codes, first.scale, first.table, first.shape)
+        if func is not aten.slice.Tensor:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        rows = Blocks(first.codes.view(first.shape), first.scale, first.table)
+        cut: Any = func(rows, *args[1:])
+        return cls(cut.codes.view(-1), cut.scale, cut.table, cut.shape)

@@ -28,8 +28,7 @@ from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetada
 from reshard.tensors.nesting import Walk
 from reshard.tensors.paths import PathMap, StatePath, set_element
 from reshard.tensors.shards import Box, LocalShard, composite_shards, narrow
-from reshard.tensors.storages import contiguous_strides
-from reshard.tensors.subclasses import join_parts, split_parts
+from reshard.tensors.subclasses import build, join_parts, split_parts
 
 KIND = "__tensor__"
 """The last part of the name of the entry that describes a composite tensor."""
@@ -141,8 +140,8 @@ def _description(local: Any, value: Any) -> OpaqueValue:
     # A context that could only be pickled is not stored. It is needed only to load without a
     # tensor of the same kind.
     known = not is_pickled(encode_value(context))
-    shape = tuple(value.size())
-    return OpaqueValue((_class_name(type(local)), shape, known, context if known else None))
+    shape, own = tuple(value.size()), tuple(local.size())
+    return OpaqueValue((_class_name(type(local)), shape, known, context if known else None, own))
 
 
 def _class_name(kind: type) -> str:
@@ -373,7 +372,8 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
 
     `loaded` has the parts of each shard under the name of its region, and the description.
     """
-    class_name, _, known, context = loaded[KIND][0]
+    # The last is the shape of the shard that has the context.
+    class_name, _, known, context, *shapes = loaded[KIND][0]
     kind = _find_class(name, class_name)
     if not known:
         raise CheckpointException(
@@ -386,8 +386,7 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
             box = _region(region)
             common = None if box is None else (box if box == wanted else overlapping(box, wanted))
             if box is not None and common is not None:
-                sizes = torch.Size(box[1])
-                whole = kind.__tensor_unflatten__(parts, context, sizes, contiguous_strides(sizes))
+                whole = build(kind, parts, context, box[1], shapes)
                 pieces[common] = narrow(whole, _within(common, box))
                 if common != box:
                     # A view would keep the whole shard in memory.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,39 @@ def join_parts(
     """A tensor like another with other parts, and optionally other sizes."""
     names, context = like.__tensor_flatten__()
     values = {name: getattr(like, name) for name in names} | dict(parts)
-    shape, stride = like.shape, like.stride()
-    if sizes is not None and tuple(sizes) != tuple(shape):
-        shape, stride = torch.Size(sizes), contiguous_strides(sizes)
-    return type(like).__tensor_unflatten__(values, context, shape, stride)
+    if sizes is None or tuple(sizes) == tuple(like.shape):
+        return type(like).__tensor_unflatten__(values, context, like.shape, like.stride())
+    return build(type(like), values, context, sizes, {tuple(like.shape)})
+
+
+def build(
+    kind: Any,
+    parts: Mapping[str, Any],
+    context: Any,
+    sizes: Sequence[int],
+    shapes: Collection[tuple[int, ...]],
+) -> Any:
+    """A tensor of a class, with the context of another tensor, which has one of `shapes`."""
+    shape, stride = torch.Size(sizes), contiguous_strides(sizes)
+    made = kind.__tensor_unflatten__(parts, context, shape, stride)
+    if made.shape != shape:
+        # The class keeps its shape in the context, and goes by that.
+        own = _with_shape(context, shapes, shape)
+        made = kind.__tensor_unflatten__(parts, own, shape, stride)
+    if made.shape != shape:
+        raise ValueError(
+            f"made from the parts of a shard of shape {tuple(shape)}, it has the shape "
+            f"{tuple(made.shape)}"
+        )
+    return made
+
+
+def _with_shape(context: Any, shapes: Collection[tuple[int, ...]], shape: torch.Size) -> Any:
+    """A context with a shape in the place of each one of `shapes`."""
+    if isinstance(context, dict):
+        return {key: _with_shape(value, shapes, shape) for key, value in context.items()}
+    if type(context) not in (list, tuple, torch.Size):
+        return context
+    if all(type(value) is int for value in context):
+        return type(context)(shape) if tuple(context) in shapes else context
+    return type(context)(_with_shape(value, shapes, shape) for value in context)
