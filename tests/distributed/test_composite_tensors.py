@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import reshard
-from reshard.api import ShapeMismatchError
+from reshard.api import ShapeMismatchError, UnsupportedLayoutError
 from reshard.state_dict_saver import AsyncCheckpointerType
 from reshard.tensors.composites import KIND
 from reshard.training import TrainState
@@ -112,6 +113,62 @@ def test_a_subclass_that_keeps_its_shape_moves_between_layouts(tmp_path: Path) -
     for fresh in (True, False):
         for loaded in run_ranks(2, load_blocks, tmp_path, fresh, Packed):
             assert differences(loaded, saved) == []
+
+
+SHAPES = {"w": (8, 4), "gate": (2, 16)}
+
+
+def in_blocks_if_large(shape: tuple[int, ...], seed: float) -> DTensor:
+    """A tensor cut by rows, whose shards are quantized where they are not too small for it."""
+    values = torch.arange(math.prod(shape)).view(shape).sin() * seed
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut = distribute_tensor(values, mesh, [Shard(0)])
+    local = cut.to_local()
+    made: Any = like(cut, Blocks.of(local) if local.numel() >= 16 else local)
+    return made
+
+
+def numbers_of(tensor: DTensor) -> list[Any]:
+    """The kind of the shard of each rank, and all numbers."""
+    local: Any = tensor.to_local()
+    is_blocks = isinstance(local, Blocks)
+    parts: list[Any] = [None] * dist.get_world_size()
+    numbers = local.values() if is_blocks else local
+    dist.all_gather_object(parts, (is_blocks, numbers.tolist()))
+    return [[kind for kind, _ in parts], [row for _, rows in parts for row in rows]]
+
+
+def save_or_load_by_size(box: Path, source: str) -> dict[str, Any]:
+    seed = 0.0 if source else 1.0
+    state = {name: in_blocks_if_large(shape, seed) for name, shape in SHAPES.items()}
+    if source:
+        reshard.load(state, checkpoint_id=box / source, strict="exact")
+    else:
+        reshard.save(state, checkpoint_id=box / str(dist.get_world_size()))
+    return {name: numbers_of(tensor) for name, tensor in state.items()}
+
+
+def test_shards_that_are_quantized_in_one_layout_only_move_between_layouts(tmp_path: Path) -> None:
+    by_two = run_ranks(2, save_or_load_by_size, tmp_path, "")[0]
+    by_four = run_ranks(4, save_or_load_by_size, tmp_path, "")[0]
+    assert by_two["w"][0] == [True, True]
+    assert by_four["w"][0] == [False] * 4
+    assert by_four["gate"][0] == [True, True, False, False]
+    on_four = run_ranks(4, save_or_load_by_size, tmp_path, "2")[0]
+    assert on_four == {"w": [[False] * 4, by_two["w"][1]], "gate": by_four["gate"]}
+    # What was saved plain is quantized as it would have been at once.
+    assert run_ranks(2, save_or_load_by_size, tmp_path, "4")[0] == by_two
+    read = reshard.read_state_dict(tmp_path / "4")
+    assert read["gate"].keys() == {"0:1,0:16", "1:2,0:16", KIND}
+
+
+def save_what_is_quantized_on_one_rank(box: Path) -> None:
+    with pytest.raises(UnsupportedLayoutError, match="'w' consists of other tensors on some ranks"):
+        reshard.save({"w": in_blocks_if_large((7, 4), 1.0)}, checkpoint_id=box / "refused")
+
+
+def test_a_tensor_that_is_quantized_on_some_ranks_only_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, save_what_is_quantized_on_one_rank, tmp_path)
 
 
 def coded(box: Path, form: str, source: str | None) -> Any:
@@ -242,9 +299,9 @@ def test_another_kind_or_shape_is_refused_by_name(tmp_path: Path) -> None:
     other = Scaled(torch.zeros(3, 3), torch.zeros(()))
     with pytest.raises(reshard.CheckpointException, match=r"'w' has shape \(3, 3\)"):
         reshard.load({"w": other}, checkpoint_id=tmp_path)
-    with pytest.raises(reshard.CheckpointException, match="'p' consists of other tensors here"):
+    with pytest.raises(reshard.CheckpointException, match="'p' was saved as one tensor, and a Sc"):
         reshard.load({"p": scaled(0.0)}, checkpoint_id=tmp_path)
-    with pytest.raises(reshard.CheckpointException, match="checkpoint state_dict: w"):
+    with pytest.raises(reshard.CheckpointException, match=r"'w' was saved as a .*Scaled, and a pl"):
         reshard.load({"w": torch.zeros(2, 3)}, checkpoint_id=tmp_path)
 
 

@@ -49,6 +49,8 @@ class Scaled(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Just enough for nn.Parameter and for views: what is done is done to the inner tensor.
+        if func is torch.ops.aten.copy_.default:
+            raise NotImplementedError(func)
         first: Scaled = args[0]
         return cls(func(first.inner, *args[1:]), first.scale, first.unit)
 
@@ -113,8 +115,11 @@ class Blocks(torch.Tensor):
         if func is aten.view.default:
             return cls(first.codes.view(args[1]), first.scale, first.table)
         if func is aten.copy_.default:
-            first.codes.copy_(args[1].codes)
-            first.scale.copy_(args[1].scale)
+            if not isinstance(first, Blocks):
+                return first.copy_(args[1].values())
+            source = args[1] if isinstance(args[1], Blocks) else cls.of(args[1])
+            first.codes.copy_(source.codes)
+            first.scale.copy_(source.scale)
             return first
         if func is aten.slice.Tensor:
             _, dim, begin, end = args

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import xxhash
 
-from reshard.api import CoverageError
+from reshard.api import CoverageError, UnsupportedLayoutError
 from reshard.metadata import Metadata, MetadataIndex
 from reshard.planner import SavePlan
 from reshard.planning.columns import Bools, ChunkTable, Ints
@@ -28,6 +28,7 @@ from reshard.planning.global_plan import (
 from reshard.planning.packing import pack_regions, pack_schema
 from reshard.plans.entries import chunk_table, make_entries
 from reshard.plans.write_items import NO_OFFSET, WriteItems, untouched_items, write_columns
+from reshard.tensors.composites import KIND
 from reshard.tensors.paths import PathMap, StatePath
 
 
@@ -41,11 +42,40 @@ def make_global_plan(
     rows, chunks = list_chunks(table, keep, aliases)
     errors = check_planned(table, rows, chunks)
     if errors:
+        held = _without_hollow(all_plans, table)
+        if held is not None:
+            return make_global_plan(held, to_lowest_rank)
         raise CoverageError(
             f"Failed to validate global plan: {'; '.join(errors)}. Give the tensor the same shape, "
             "mesh and placements on all ranks, and save from all ranks that hold a part of it"
         )
     return _answer(all_plans, table, keep, rows, chunks)
+
+
+def _without_hollow(all_plans: Sequence[SavePlan], table: PlanTable) -> list[SavePlan] | None:
+    """The plans without tensors that consist of others wherever there is something of them.
+
+    None if there are none. A class that quantizes leaves alone what is small, such as the
+    shards of ranks that hold nothing.
+    """
+    known = set(table.names)
+    twofold = [n for n, name in enumerate(table.names) if f"{name}.{KIND}" in known]
+    if not twofold:
+        return None
+    holds = np.zeros(len(table.names), dtype=bool)
+    holds[table.name_ids[(table.sizes > 0).all(axis=1)]] = True
+    for name in twofold:
+        if holds[name]:
+            raise UnsupportedLayoutError(
+                f"{table.names[name]!r} consists of other tensors on some ranks, but not on "
+                "others: an optimizer that quantizes does so only where a shard has enough "
+                "elements, in whole blocks. Shard its parameter evenly, or leave it unsharded"
+            )
+    keep = ~np.isin(table.name_ids, twofold)
+    return [
+        _select(plan, rows, None)
+        for plan, rows in zip(all_plans, _rows_by_rank(table, keep), strict=True)
+    ]
 
 
 def combine_plans(

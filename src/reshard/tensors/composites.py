@@ -27,8 +27,17 @@ from reshard.format.values import OpaqueValue, encode_value, is_pickled
 from reshard.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from reshard.tensors.nesting import Walk
 from reshard.tensors.paths import PathMap, StatePath, set_element
-from reshard.tensors.shards import Box, LocalShard, composite_shards, narrow
-from reshard.tensors.subclasses import build, join_parts, split_parts
+from reshard.tensors.shards import (
+    Box,
+    HeldShards,
+    LocalShard,
+    composite_shards,
+    is_plain,
+    local_shards,
+    narrow,
+    plain_local_tensor,
+)
+from reshard.tensors.subclasses import build, is_composite, join_parts, split_parts
 
 KIND = "__tensor__"
 """The last part of the name of the entry that describes a composite tensor."""
@@ -215,40 +224,73 @@ def stored_shards(metadata: Metadata) -> dict[str, StoredShards]:
     return {name: shards for name, shards in found.items() if shards.shards}
 
 
-# Loading into tensors of the same kind
+# Loading into tensors that are there
 
 
 @dataclass
-class _Cut:
-    """A region of a stored shard that is copied into a region of a target."""
+class _Copy:
+    """A region of a stored tensor that is copied into a region of a target.
+
+    The target, the source or both consist of other tensors: a class that quantizes may do so
+    only where a shard is large enough, which depends on the layout.
+    """
 
     name: str
     target: torch.Tensor
     into: Box
-    parts: dict[str, torch.Tensor]
-    sizes: tuple[int, ...]
     out_of: Box
+    sizes: tuple[int, ...]
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What the source consists of."""
+    description: Sequence[Any] | None = None
+    """What is stored about the source; None if the target is of the same kind."""
+    plain: torch.Tensor | None = None
+    """The source, if it does not consist of others."""
 
     def try_out(self) -> None:
-        """Raise early if the subclass does not support the operations of `copy`."""
-        parts = {name: torch.empty_like(part) for name, part in split_parts(self.target)[0].items()}
-        self._copy(join_parts(self.target, parts))
+        """Raise early if the subclass does not support the operations of `run`."""
+        target = self.target
+        if is_composite(target):
+            parts = {name: torch.empty_like(part) for name, part in split_parts(target)[0].items()}
+            self._run(join_parts(target, parts))
+        else:
+            self._run(torch.empty_like(target))
 
-    def copy(self) -> None:
+    def run(self) -> None:
         """Copy, with the operations of the subclass."""
-        self._copy(self.target)
+        self._run(self.target)
 
-    def _copy(self, target: torch.Tensor) -> None:
-        kind = type(self.target).__name__
+    def _run(self, target: torch.Tensor) -> None:
         try:
             with torch.no_grad():
-                source = narrow(join_parts(self.target, self.parts, self.sizes), self.out_of)
-                narrow(target, self.into).copy_(source)
+                narrow(target, self.into).copy_(narrow(self._source(), self.out_of))
         except Exception as error:
-            raise ShapeMismatchError(
-                f"{self.name!r} was saved in another layout, and a {kind} cannot be cut for this "
-                f"one: {type(error).__name__}: {error}. Load it in the layout it was saved with"
-            ) from error
+            raise self._problem(f"{type(error).__name__}: {error}") from error
+
+    def _problem(self, why: str) -> ShapeMismatchError:
+        kind = type(self.target).__name__
+        if self.plain is not None:
+            return ShapeMismatchError(
+                f"{self.name!r} was saved as one tensor, and a {kind} cannot be filled from that: "
+                f"{why}. Load it into a plain tensor and convert that"
+            )
+        if self.description is not None:
+            return ShapeMismatchError(
+                f"{self.name!r} was saved as a {self.description[0]}, and a plain tensor cannot be "
+                f"filled from that: {why}. Load it into a tensor of the same kind"
+            )
+        return ShapeMismatchError(
+            f"{self.name!r} was saved in another layout, and a {kind} cannot be cut for this one: "
+            f"{why}. Load it in the layout it was saved with"
+        )
+
+    def _source(self) -> Any:
+        if self.plain is not None:
+            return self.plain
+        if self.description is None:
+            return join_parts(self.target, self.parts, self.sizes)
+        kind, context, shapes = _described(self.name, self.description)
+        return build(kind, self.parts, context, self.sizes, shapes)
 
 
 def _within(box: Box, frame: Box) -> Box:
@@ -257,78 +299,108 @@ def _within(box: Box, frame: Box) -> Box:
 
 
 class CompositeTargets:
-    """The composite tensors that a load fills."""
+    """The tensors that a load fills and that consist of others, here or in the checkpoint."""
 
     def __init__(self) -> None:
-        self._cuts: list[_Cut] = []
+        self._copies: list[_Copy] = []
         self._filled: list[torch.Tensor] = []
-        self._kinds: dict[str, str] = {}
+        self._kinds: dict[str, str | None] = {}
+        """The classes of composite tensors by the name of their description; None if plain."""
         self.covers: tuple[str, ...] = ()
         """Prefixes of the names of everything that is stored of these tensors."""
 
     def expand(
         self, flat: dict[str, Any], metadata: Metadata, leave: Callable[[str], bool]
     ) -> dict[str, Any]:
-        """A flat state dict with the stored parts in place of composite tensors.
+        """A flat state dict with what is stored in place of tensors that consist of others.
 
         Tensors that `leave` chooses, and those that are not stored, stay as they are.
         """
+        entries = metadata.state_dict_metadata
         found = _composites(flat)
-        if not found:
+        plain = {
+            name: list(local_shards(name, value))
+            for name, value in flat.items()
+            if (is_plain(value) or plain_local_tensor(value) is not None)
+            and name not in entries
+            and f"{name}.{KIND}" in entries
+        }
+        if not found and not plain:
             return flat
         stored = stored_shards(metadata)
         expanded: dict[str, Any] = {}
         for name, value in flat.items():
-            if name not in found or leave(name):
-                self.covers += (f"{name}.",) if name in found else ()
+            shards = found.get(name, plain.get(name))
+            if shards is None or leave(name):
+                self.covers += (f"{name}.",) if shards is not None else ()
                 expanded[name] = value
-                continue
-            if name not in stored:
-                _check_not_plain(name, metadata)
+            elif name in stored:
+                _check_shape(name, value, stored[name].shape)
+                self.covers += (f"{name}.",)
+                self._note(value)
+                kind = _class_name(type(shards[0].tensor)) if name in found else None
+                self._kinds[f"{name}.{KIND}"] = kind
+                expanded[f"{name}.{KIND}"] = None
+                parts = self._parts(name, shards, stored[name])
+                # Parts may be composite tensors themselves.
+                expanded |= self.expand(parts, metadata, leave)
+            elif isinstance(entry := entries.get(name), TensorStorageMetadata):
+                _check_shape(name, value, tuple(entry.size))
+                self._note(value)
+                expanded[name] = self._unsplit(name, shards, entry)
+            else:
                 expanded[name] = value
-                continue
-            shape = tuple(value.size())
-            if stored[name].shape != shape:
-                raise ShapeMismatchError(
-                    f"{name!r} has shape {shape}, but was saved with {stored[name].shape}"
-                )
-            self.covers += (f"{name}.",)
-            if isinstance(value, torch.Tensor):
-                self._filled.append(value)
-            self._kinds[f"{name}.{KIND}"] = _class_name(type(found[name][0].tensor))
-            expanded[f"{name}.{KIND}"] = None
-            parts = self._parts(name, found[name], stored[name])
-            # Parts may be composite tensors themselves.
-            expanded |= self.expand(parts, metadata, leave)
         return expanded
+
+    def _note(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._filled.append(value)
 
     def _parts(
         self, name: str, shards: Sequence[LocalShard], stored: StoredShards
     ) -> dict[str, Any]:
+        """Memory for the parts of stored shards that fill shards here."""
         wanted: dict[str, Any] = {}
         for shard in shards:
             own = (shard.offsets, shard.sizes)
+            same_kind = is_composite(shard.tensor)
             for box, common in stored.needed_for(name, own).items():
                 below = f"{name}.{region_name(box)}"
-                if box == own:
+                if box == own and same_kind:
                     parts, _ = split_parts(shard.tensor)
                     wanted |= {f"{below}.{part}": tensor for part, tensor in parts.items()}
                     continue
-                device = next(iter(split_parts(shard.tensor)[0].values())).device
-                temporary = stored.empty_parts(name, box, device)
+                temporary = stored.empty_parts(name, box, _device(shard.tensor))
                 for part in temporary:
                     temporary[part] = wanted.setdefault(f"{below}.{part}", temporary[part])
-                cut = _Cut(
+                copy = _Copy(
                     name,
                     shard.tensor,
                     _within(common, own),
-                    temporary,
-                    box[1],
                     _within(common, box),
+                    box[1],
+                    temporary,
                 )
-                cut.try_out()
-                self._cuts.append(cut)
+                if same_kind:
+                    # Others are tried when it is known what they are.
+                    copy.try_out()
+                self._copies.append(copy)
         return wanted
+
+    def _unsplit(
+        self, name: str, shards: Sequence[LocalShard], entry: TensorStorageMetadata
+    ) -> HeldShards:
+        """Memory for regions of a stored tensor that fill composite shards here."""
+        dtype = entry.properties.dtype
+        held = []
+        for shard in shards:
+            plain = torch.empty(shard.sizes, dtype=dtype, device=_device(shard.tensor))
+            held.append(LocalShard(shard.offsets, shard.sizes, plain))
+            whole = ((0,) * len(shard.sizes), shard.sizes)
+            copy = _Copy(name, shard.tensor, whole, whole, shard.sizes, plain=plain)
+            copy.try_out()
+            self._copies.append(copy)
+        return HeldShards(dtype, tuple(entry.size), False, tuple(held))
 
     def takes(self, name: str, value: Any) -> bool:
         """Whether a loaded value describes a composite tensor here; checks it if so."""
@@ -342,26 +414,36 @@ class CompositeTargets:
         stored, kind = value[0][0], self._kinds.get(name)
         whose = name.removesuffix(f".{KIND}")
         if kind is None:
-            # There is no tensor yet: its class is needed to make one.
+            # There is no tensor of that kind yet: its class is needed to make one.
             _find_class(whose, stored)
+            for copy in self._copies:
+                if copy.name == whose and copy.description is None:
+                    copy.description = value[0]
+                    copy.try_out()
         elif stored != kind:
             raise ShapeMismatchError(f"{whose!r} was saved as a {stored}, but is a {kind} here")
 
     def finish(self) -> None:
         """Fill tensors that could not be filled in place. Called when everything is read."""
-        for cut in self._cuts:
-            cut.copy()
+        for copy in self._copies:
+            copy.run()
         # Autograd does not count changes of the parts as changes of the tensor.
         increment_version(self._filled)
-        self._cuts, self._filled = [], []
+        self._copies, self._filled = [], []
 
 
-def _check_not_plain(name: str, metadata: Metadata) -> None:
-    if isinstance(metadata.state_dict_metadata.get(name), TensorStorageMetadata):
-        raise ShapeMismatchError(
-            f"{name!r} consists of other tensors here, but was saved as one tensor. Load it into a "
-            "plain tensor and convert that"
-        )
+def _check_shape(name: str, value: Any, stored: tuple[int, ...]) -> None:
+    shape = tuple(value.size())
+    if stored != shape:
+        raise ShapeMismatchError(f"{name!r} has shape {shape}, but was saved with {stored}")
+
+
+def _device(tensor: Any) -> torch.device:
+    """The device of the tensors that a tensor consists of, or its own."""
+    device: torch.device = tensor.device
+    if is_composite(tensor):
+        device = next(iter(split_parts(tensor)[0].values())).device
+    return device
 
 
 # Loading where there is no tensor yet
@@ -372,14 +454,8 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
 
     `loaded` has the parts of each shard under the name of its region, and the description.
     """
-    # The last is the shape of the shard that has the context.
-    class_name, _, known, context, *shapes = loaded[KIND][0]
-    kind = _find_class(name, class_name)
-    if not known:
-        raise CheckpointException(
-            f"{name!r} is a {class_name} with attributes that could not be stored safely: load it "
-            "into a tensor of the same kind"
-        )
+    kind, context, shapes = _described(name, loaded[KIND][0])
+    class_name = _class_name(kind)
     pieces: dict[Box, Any] = {}
     try:
         for region, parts in loaded.items():
@@ -392,6 +468,9 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
                     # A view would keep the whole shard in memory.
                     own = {n: part.clone() for n, part in split_parts(pieces[common])[0].items()}
                     pieces[common] = join_parts(pieces[common], own)
+        if not pieces and not all(wanted[1]):
+            # Of what this rank holds nothing of, no class can be told to make nothing.
+            return torch.empty(wanted[1], device="cpu")
         return pieces[wanted] if wanted in pieces else _concatenated(pieces, wanted)
     except Exception as error:
         raise CheckpointException(
@@ -399,6 +478,18 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
             f"for this one ({type(error).__name__}: {error}). Load it in the layout that it was "
             "saved with, or into an optimizer that has its state already"
         ) from error
+
+
+def _described(name: str, description: Sequence[Any]) -> tuple[Any, Any, list[tuple[int, ...]]]:
+    """The class of a stored tensor, the context of a shard, and the shape of that shard."""
+    class_name, _, known, context, *shapes = description
+    kind = _find_class(name, class_name)
+    if not known:
+        raise CheckpointException(
+            f"{name!r} is a {class_name} with attributes that could not be stored safely: load it "
+            "into a tensor of the same kind"
+        )
+    return kind, context, shapes
 
 
 def _concatenated(pieces: Mapping[Box, Any], wanted: Box) -> Any:
