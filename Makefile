@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PROJECTS_VENV := .venv-projects
 
 # `make test-torch` has an environment of its own for each version.
 TORCH ?=
 TORCH_VENV := .venv-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests test-all test-torch bench bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-before-after clean
+.PHONY: help setup demo test lint types layers tests test-all test-torch test-projects bench bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-before-after clean
 
 help:  ## Explain every target
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -59,6 +60,15 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[dev]'
 	@touch $@
 
+test-projects: $(PROJECTS_VENV)/.installed  ## tests/recipes with torchtitan, Lightning, transformers and others, in an environment beside .venv
+	@$(PROJECTS_VENV)/bin/python -m pytest --numprocesses 2 --dist loadgroup -m "" tests/recipes
+
+$(PROJECTS_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PROJECTS_VENV)
+	$(PROJECTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(PROJECTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,projects]'
+	@touch $@
+
 bench: bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
 
 bench-planning: setup  ## Planning at 1024 ranks beside DCP: a table, and JSON under docs/benchmarks/
@@ -92,4 +102,4 @@ bench-before-after: setup  ## This tree beside an earlier one, in turns: BASE=<c
 	@$(BIN)/python -W ignore benchmarks/before_after.py --base $(or $(BASE),HEAD~1)
 
 clean:  ## Remove what the other targets made
-	rm -rf $(VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PROJECTS_VENV) .venv-torch-* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+import reshard
 from support.samples import raw
 from support.training import Run
 
 DCP = "torch.distributed.checkpoint"
+LONG = 300.0
+"""Seconds for ranks that import a project: some take half a minute for that alone."""
 with_either_library = pytest.mark.parametrize(
     "library", ["reshard", pytest.param(DCP, marks=pytest.mark.slow)], ids=["reshard", "dcp"]
 )
@@ -56,3 +60,11 @@ def spoiled(run: Run) -> Run:
     for group in run.optimizer.param_groups:
         group["lr"] = 0.5
     return run
+
+
+def is_of_reshard(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint of ours, and not one of DCP's."""
+    shards = sorted(path.name for path in folder.glob("__*"))
+    assert shards
+    assert all(name.endswith(".safetensors") for name in shards)
+    return bool(reshard.read_state_dict(folder, allow_pickle=True))
