@@ -470,7 +470,7 @@ def assemble(name: str, loaded: Mapping[str, Any], wanted: Box) -> Any:
                     pieces[common] = join_parts(pieces[common], own)
         if not pieces and not all(wanted[1]):
             # Of what this rank holds nothing of, no class can be told to make nothing.
-            return torch.empty(wanted[1])
+            return torch.empty(wanted[1], device="cpu")
         return pieces[wanted] if wanted in pieces else _concatenated(pieces, wanted)
     except Exception as error:
         raise CheckpointException(
