@@ -15,6 +15,7 @@ import reshard
 from reshard.api import (
     CheckpointExistsError,
     CorruptCheckpointError,
+    CoverageError,
     MissingKeyError,
     UnsupportedFormatError,
 )
@@ -160,6 +161,58 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not the name of a dtype"):
         reshard.convert(place, tmp_path / "hf", "huggingface", dtype="bf16")
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("format", ["huggingface", "reshard", "dcp", "torch"])
+@pytest.mark.parametrize("rename", [{"model.c": "x.y"}, {"x": "model"}], ids=str)
+def test_names_that_would_be_a_value_and_a_container_are_refused(
+    tmp_path: Path, format: Any, rename: dict[str, str]
+) -> None:
+    place = save(tmp_path, model={"c": torch.ones(1)}, x=torch.ones(1))
+
+    with pytest.raises((ValueError, reshard.CheckpointException), match=r"rename puts .* below"):
+        reshard.convert(place, tmp_path / "out", format, rename=rename)
+
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("new", ["items.9", "items.0.q"])
+def test_a_new_name_does_not_turn_a_list_into_a_dict(tmp_path: Path, new: str) -> None:
+    place = save(tmp_path, items=[torch.ones(1), 3], x=torch.ones(1))
+
+    with pytest.raises((ValueError, reshard.CheckpointException), match="rename"):
+        reshard.convert(place, tmp_path / "out", "reshard", rename={"x": new})
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_keys_are_not_all_keys(tmp_path: Path) -> None:
+    place = save(tmp_path, w=torch.ones(1))
+
+    reshard.convert(place, tmp_path / "out", "reshard", keys=[])
+
+    assert reshard.read_state_dict(tmp_path / "out") == {}
+
+
+def save_a_part(folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])}
+    if torch.distributed.get_rank() == 0:
+        reshard.save(state, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize("format", ["huggingface", "reshard", "dcp", "torch"])
+def test_a_checkpoint_that_lacks_a_part_is_not_converted(tmp_path: Path, format: Any) -> None:
+    folder = str(tmp_path / "saved")
+    run_ranks(2, save_a_part, folder)
+
+    with pytest.raises(CoverageError, match="does not hold all of 'w'"):
+        reshard.convert(folder, tmp_path / "out", format)
+
+    assert not (tmp_path / "out").exists()
 
 
 def test_of_tied_weights_the_first_is_kept_and_the_other_noted(tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from reshard.api import CoverageError
 from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.copying import regions_of
@@ -63,6 +65,11 @@ class StoredPlanner(DefaultSavePlanner):
             tensor = by_name[others.get(name, name)]
             self._tensors[name] = tensor.tensor
             regions = list(self._regions(tensor.tensor))
+            if sum(math.prod(sizes) for _, sizes in regions) != math.prod(tensor.shape):
+                raise CoverageError(
+                    f"{self._source.location} does not hold all of {name!r}. Save it with all of "
+                    "its ranks, or leave it out"
+                )
             kind = TENSOR if len(regions) == 1 else SHARD
             first_rows[name] = len(builder)
             for number, (offsets, sizes) in enumerate(regions):
@@ -107,9 +114,24 @@ def renamed_paths(stored: Any, names: Mapping[str, str]) -> PathMap:
         if name in names:
             new = names[name]
             paths[new] = path if new == name else _renamed_path(path, new)
+    _check_containers(paths)
     if list(names) == list(names.values()):
         paths.empties = stored.empties
     return paths
+
+
+def _check_containers(paths: PathMap) -> None:
+    """Refuse new names that would put a key into a list, or a position into a dict."""
+    kinds: dict[StatePath, tuple[bool, str]] = {}
+    for name, path in paths.items():
+        for depth in range(1, len(path)):
+            is_list = isinstance(path[depth], int)
+            known, other = kinds.setdefault(path[:depth], (is_list, name))
+            if known != is_list:
+                raise ValueError(
+                    f"rename makes a list and a dict of {'.'.join(map(str, path[:depth]))!r}, by "
+                    f"{other!r} and {name!r}. Choose other names"
+                )
 
 
 def _renamed_path(path: StatePath, new: str) -> StatePath:

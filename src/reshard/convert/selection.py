@@ -33,12 +33,12 @@ class Picked:
 class Selection:
     """What to convert.
 
-    `keys` are names, or what names begin with up to a dot; all without them. Names that match
+    `keys` are names, or what names begin with up to a dot; None stands for all. Names that match
     a pattern of `exclude` are left out. `rename` gives a name its new one; `dtype` is what
     floating-point tensors are converted to.
     """
 
-    keys: Sequence[str] = ()
+    keys: Sequence[str] | None = None
     exclude: Sequence[str] = ()
     rename: Callable[[str], str] | None = None
     dtype: torch.dtype | None = None
@@ -47,7 +47,7 @@ class Selection:
         """The new name of each stored name that is wanted."""
         stored = list(stored)
         wanted = [name for name in stored if self._is_wanted(name)]
-        for key in self.keys:
+        for key in self.keys or ():
             if not any(name == key or name.startswith(f"{key}.") for name in stored):
                 raise MissingKeyError(describe_missing([key], stored))
         new: dict[str, str] = {}
@@ -57,10 +57,12 @@ class Selection:
             other = owners.setdefault(new[name], name)
             if other != name:
                 raise ValueError(f"rename gives {other!r} and {name!r} the same name {new[name]!r}")
+        if self.rename is not None:
+            _check_nesting(owners)
         return new
 
     def _is_wanted(self, name: str) -> bool:
-        is_named = not self.keys or any(
+        is_named = self.keys is None or any(
             name == key or name.startswith(f"{key}.") for key in self.keys
         )
         return is_named and not any(fnmatch.fnmatchcase(name, each) for each in self.exclude)
@@ -68,6 +70,19 @@ class Selection:
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """What a tensor of `dtype` becomes."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+
+def _check_nesting(owners: Mapping[str, str]) -> None:
+    """Refuse a name below another one, which would be a value and a container at once."""
+    for name, stored in owners.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            above = ".".join(parts[:depth])
+            if above in owners and not stored.startswith(f"{owners[above]}."):
+                raise ValueError(
+                    f"rename puts {stored!r} at {name!r}, below {above!r}, where {owners[above]!r} "
+                    "is: one of them would be lost. Choose other names"
+                )
 
 
 def check_plain(names: Iterable[str], where: str, target: str) -> None:

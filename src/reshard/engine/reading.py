@@ -166,6 +166,11 @@ def read_bytes(
     reader: Reader, name: str, begin: int, nbytes: int, expected: int, verify: Verify, where: str
 ) -> bytes:
     """A stored value."""
+    if begin + nbytes > reader.nbytes:
+        raise CorruptCheckpointError(
+            f"the stored bytes of {name!r} are not all there: they should be bytes {begin} to "
+            f"{begin + nbytes} of {where}, which has {reader.nbytes}. Load another checkpoint"
+        )
     buffer = bytearray(nbytes)
     if nbytes:
         try:

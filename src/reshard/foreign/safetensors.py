@@ -89,6 +89,12 @@ def _read(
                 tensors[name] = tensor
             elif is_part:
                 tensors[name] = _join(tensors[name], tensor, where)
+            elif path.startswith("model") or not _is_of_model(tensors[name], paths):
+                first = [*paths][tensors[name].chunks[0].file]
+                raise CorruptCheckpointError(
+                    f"{first!r} and {path!r} of {store.location} both hold {name!r}, and no index "
+                    "says which of them counts. Remove the one that is not wanted"
+                )
     for name, path in (weight_map or {}).items():
         if name not in tensors:
             raise CorruptCheckpointError(
@@ -105,6 +111,11 @@ def _tied(ties: Mapping[str, str], tensors: Mapping[str, ForeignTensor]) -> Iter
     for name, kept in ties.items():
         if name not in tensors and kept in tensors:
             yield tensors[kept]._replace(name=name, chunks=[], alias_of=rows[kept])
+
+
+def _is_of_model(tensor: ForeignTensor, paths: Mapping[str, None]) -> bool:
+    """Whether a tensor lies in a file that other files only repeat."""
+    return [*paths][tensor.chunks[0].file].startswith("model")
 
 
 def _read_index(store: Store, key: str) -> tuple[Mapping[str, None], Mapping[str, str]]:

@@ -57,7 +57,7 @@ class ConversionSettings:
 
     def selection(self) -> Selection:
         return Selection(
-            _texts(self.keys or ()),
+            None if self.keys is None else _texts(self.keys),
             _texts(self.exclude),
             None if self.rename is None else name_changer(self.rename),
             _dtype(self.dtype),
