@@ -137,16 +137,27 @@ def prepare(place: Path, before: dict[str, Any] | None) -> None:
             id="over-another-in-many-files",
             marks=pytest.mark.slow,
         ),
-        pytest.param({}, {"sync_files": False}, id="over-another-without-sync"),
-        pytest.param(None, {"use_collectives": False}, id="first-without-collectives"),
+        pytest.param(
+            {}, {"sync_files": False}, id="over-another-without-sync", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            None,
+            {"use_collectives": False},
+            id="first-without-collectives",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({}, {"use_collectives": False}, id="over-another-without-collectives"),
         pytest.param(
-            {"use_collectives": False}, {}, id="over-another-that-was-saved-without-collectives"
+            {"use_collectives": False},
+            {},
+            id="over-another-that-was-saved-without-collectives",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"use_collectives": False},
             {"use_collectives": False},
             id="over-another-both-without-collectives",
+            marks=pytest.mark.slow,
         ),
         pytest.param({}, {"format": "dcp"}, id="over-another-for-dcp", marks=pytest.mark.slow),
         pytest.param(

@@ -151,10 +151,10 @@ def again(job: str, root: Path, found: dict[str, str]) -> None:
     [
         pytest.param("delete", True, id="delete"),
         pytest.param("delete", False, id="delete-parts"),
-        pytest.param("materialise", True, id="materialise"),
         *(
             pytest.param(job, together, id=f"{job}{suffix}", marks=pytest.mark.slow)
             for job, together, suffix in [
+                ("materialise", True, ""),
                 ("materialise", False, "-parts"),
                 ("materialise-elsewhere", True, ""),
                 ("delete-and-materialise", True, ""),

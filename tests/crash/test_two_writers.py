@@ -170,7 +170,13 @@ def die_beside_another(place: Path, at: int, after: bool, options: dict[str, Any
 
 @pytest.mark.parametrize("kill", [False, True], ids=["goes-on", "is-killed"])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("before", [False, True], ids=["first", "over-another"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(False, id="first", marks=pytest.mark.slow),
+        pytest.param(True, id="over-another"),
+    ],
+)
 def test_a_save_held_at_any_call_while_another_saves_destroys_nothing(
     before: bool, options: dict[str, Any], kill: bool, fast_folder: str
 ) -> None:

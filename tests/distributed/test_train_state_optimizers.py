@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 
 import reshard
+from reshard.tensors.torch_versions import cuts_strided_shards_at_once
 from reshard.training import TrainState
 from reshard.training.optimizers import OptimizerReport
 from support.optimizers import Coded, Factored
@@ -99,7 +100,11 @@ def test_state_of_other_shapes_than_the_parameter_moves_between_meshes(tmp_path:
         run_ranks(2, train_and_save, form, tmp_path)
     factors = stored_state(tmp_path / "factored on tp")["down.weight"]
     assert (factors["rows"].shape, factors["columns"].shape) == ((3,), (6,))
-    for ranks, form in [(1, "plain"), (4, "fsdp2"), (4, "fsdp2 over tp")]:
+    forms = [(1, "plain"), (4, "fsdp2"), (4, "fsdp2 over tp")]
+    if cuts_strided_shards_at_once():
+        # Such torch cannot compute with uneven shards of FSDP over tensor parallelism.
+        forms.pop()
+    for ranks, form in forms:
         for found in run_ranks(ranks, load_and_go_on, form, tmp_path, sources):
             for (kind, source), (wrong, following) in found.items():
                 assert wrong == [], (kind, source, form)

@@ -281,6 +281,10 @@ def test_a_file_system_must_have_all_methods_of_the_contract() -> None:
         Half()  # type: ignore[abstract]
 
 
+@pytest.mark.skipif(
+    not hasattr(theirs.FileSystemWriter, "_get_metadata_path"),
+    reason=f"torch {torch.__version__} has no manifest of each rank",
+)
 @pytest.mark.parametrize("rank", [None, 3])
 def test_the_manifest_has_the_path_that_dcp_gives_it(rank: int | None, tmp_path: Path) -> None:
     for ours, other in (

@@ -22,7 +22,7 @@ from reshard.api import (
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert import copying, safetensors
 from reshard.convert.drafts import new_token
-from reshard.format.container import SAFETENSORS_DTYPES
+from reshard.foreign.safetensors import DTYPES
 from support.ranks import run_ranks
 
 
@@ -46,7 +46,7 @@ def save(folder: Path, **state: Any) -> Path:
     return folder / "saved"
 
 
-@pytest.mark.parametrize("dtype", list(SAFETENSORS_DTYPES), ids=str)
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
 def test_every_dtype_that_safetensors_has_goes_there_and_back(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:

@@ -22,7 +22,8 @@ NEW, OLD = b"ctorch.distributed.checkpoint", b"ctorch.distributed._shard.checkpo
 def _without(*names: str) -> Any:
     def edit(metadata: Any) -> None:
         for name in names:
-            vars(metadata).pop(name)
+            # Older torch writes no version to begin with.
+            vars(metadata).pop(name, None)
 
     return edit
 

@@ -24,6 +24,7 @@ from reshard.api import (
 )
 from reshard.stores.local import LocalStore
 from support.plain_files import INDEX, write_shard, write_tensors
+from support.torch_version import needs_hugging_face_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,6 +87,7 @@ def test_tensors_go_to_the_files_that_the_mapping_says(tmp_path: Path) -> None:
         assert name in load_file(tmp_path / file)
 
 
+@needs_hugging_face_shards
 @pytest.mark.parametrize("library", [dcp, reshard], ids=["dcp", "reshard"])
 def test_what_is_written_is_read_by_both_libraries(library: Any, tmp_path: Path) -> None:
     save(tmp_path, state(), fqn_to_index_mapping={name: 1 + len(name) % 2 for name in state()})
@@ -94,6 +96,7 @@ def test_what_is_written_is_read_by_both_libraries(library: Any, tmp_path: Path)
     assert all(same(target[name], tensor) for name, tensor in state().items())
 
 
+@needs_hugging_face_shards
 def test_what_dcp_writes_is_read(tmp_path: Path) -> None:
     given = {name: tensor.contiguous() for name, tensor in state().items()}
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
@@ -279,6 +282,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_save(tmp_path: Path) 
 # Reading
 
 
+@needs_hugging_face_shards
 def test_places_of_chunks_are_told_as_dcp_tells_them(tmp_path: Path) -> None:
     save(tmp_path, {"w": torch.ones(2, 3)})
     ours, theirs = (
@@ -363,7 +367,12 @@ def shard_files(directory: Path) -> dict[str, torch.Tensor]:
     return {"rows": rows, "columns": columns}
 
 
-@pytest.fixture(params=["reshard", "torch.distributed.checkpoint"])
+@pytest.fixture(
+    params=[
+        "reshard",
+        pytest.param("torch.distributed.checkpoint", marks=needs_hugging_face_shards),
+    ]
+)
 def consolidation(request: pytest.FixtureRequest) -> Any:
     """Of both libraries: what one can do, the other can."""
     import importlib

@@ -24,6 +24,7 @@ from reshard.stores.local import LocalStore
 from support.dcp import is_for_dcp, load_with_dcp, metadata_of, read_with_dcp
 from support.samples import SHAPES, same_bits, sample
 from support.subclasses import Scaled
+from support.torch_version import PINNED, TORCH
 
 
 def save(state_dict: dict[str, Any], folder: Path, **options: Any) -> Any:
@@ -54,13 +55,16 @@ def test_every_dtype_that_torch_can_save_has_the_same_bits(tmp_path: Path) -> No
         if dtype not in SMALL_INTEGERS and not str(dtype).startswith(("torch.qint", "torch.quint")):
             noise = torch.arange(1, 1 + 4 * dtype.itemsize, dtype=torch.uint8)
             state[str(dtype)] = (noise % 2 if dtype is torch.bool else noise).view(dtype)
+    if TORCH < PINNED:
+        # Its own load cannot copy them.
+        state.pop("torch.float4_e2m1fn_x2")
     save(state, tmp_path)
 
     found = {
         name: tensor.view(torch.uint8).mul(0).view(tensor.dtype) for name, tensor in state.items()
     }
     load_with_dcp(found, tmp_path, no_dist=True)
-    assert len(state) > 25
+    assert len(state) > 24
     assert [name for name in state if not same_bits(found[name], state[name])] == []
 
 
@@ -154,7 +158,7 @@ def test_the_metadata_is_what_dcp_itself_would_write(tmp_path: Path) -> None:
     assert ours.planner_data == theirs.planner_data
     assert ours.storage_data.keys() == theirs.storage_data.keys()
     assert [*map(type, ours.storage_data.values())] == [*map(type, theirs.storage_data.values())]
-    assert ours.version == theirs.version
+    assert getattr(ours, "version", None) == getattr(theirs, "version", None)
     assert type(ours.storage_meta) is type(theirs.storage_meta)
     assert {type(name) for path in ours.planner_data.values() for name in path} == {str, int}
 

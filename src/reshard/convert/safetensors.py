@@ -19,10 +19,12 @@ from reshard.coordination.channel import Channel
 from reshard.coordination.exchange import TextExchange
 from reshard.engine.progress import watched
 from reshard.engine.workers import default_threads, run_all
-from reshard.foreign.safetensors import INDEX, SUFFIX
-from reshard.format.container import SAFETENSORS_DTYPES, Entry, build_header
+from reshard.foreign.safetensors import DTYPES, INDEX, SUFFIX
+from reshard.format.container import Entry, build_header
 from reshard.stores.protocol import Store
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""What safetensors calls the dtypes that it has."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -70,7 +72,7 @@ def split_into_files(tensors: Sequence[Picked], most_bytes: int) -> list[OutputF
 def check_holdable(tensors: Sequence[Picked], names: Collection[str], where: str) -> None:
     """Refuse what a safetensors file cannot hold, before anything is written."""
     for tensor in tensors:
-        if tensor.dtype not in SAFETENSORS_DTYPES:
+        if tensor.dtype not in _NAMES:
             raise UnsupportedFormatError(
                 f"safetensors cannot hold {tensor.name!r} of {where}, whose dtype is "
                 f"{tensor.dtype}. Leave it out with exclude, or pass another dtype"
@@ -214,7 +216,7 @@ def _lay_out(tensors: Sequence[Picked], notes: Mapping[str, str]) -> tuple[bytes
     for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize):
         tensor = tensors[i]
         begins[i], end = position, position + tensor.nbytes
-        name = SAFETENSORS_DTYPES[tensor.dtype]
+        name = _NAMES[tensor.dtype]
         entries[tensor.name] = Entry(name, tensor.shape, position, end)
         position = end
     header = build_header(entries, notes)

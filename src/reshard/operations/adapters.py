@@ -152,7 +152,7 @@ class _TorchWriter(StorageWriter):
             self._used.finish(metadata=theirs, results=[list(each) for each in results])
         metadata.storage_data = dcp_types.to_storage_data(theirs.storage_data)
         metadata.storage_meta = dcp_types.to_storage_meta(theirs.storage_meta)
-        metadata.version = theirs.version
+        metadata.version = getattr(theirs, "version", metadata.version)
 
     def _check_complete(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Raise if the metadata would promise what the storage does not hold."""

@@ -246,14 +246,17 @@ def to_torch_storage_meta(meta: StorageMeta | None) -> Any:
 
 def to_torch_metadata(metadata: Metadata) -> Any:
     """Metadata for code of torch's. It has no word for a tensor that another one holds."""
-    kinds = torch_types().metadata
-    return kinds.Metadata(
-        {name: _to_torch_entry(entry) for name, entry in metadata.state_dict_metadata.items()},
-        planner_data=_plain_paths(metadata.planner_data),
-        storage_data=metadata.storage_data,
-        storage_meta=to_torch_storage_meta(metadata.storage_meta),
-        version=metadata.version,
-    )
+    kind = torch_types().metadata.Metadata
+    entries = metadata.state_dict_metadata.items()
+    values = {
+        "state_dict_metadata": {name: _to_torch_entry(entry) for name, entry in entries},
+        "planner_data": _plain_paths(metadata.planner_data),
+        "storage_data": metadata.storage_data,
+        "storage_meta": to_torch_storage_meta(metadata.storage_meta),
+        "version": metadata.version,
+    }
+    # Older torch has no version.
+    return kind(**{name: values[name] for name in _common_fields(metadata, kind)})
 
 
 def _to_torch_entry(entry: STORAGE_TYPES) -> Any:
