@@ -31,6 +31,7 @@ from reshard.tensors.shards import (
     Box,
     HeldShards,
     LocalShard,
+    check_allocated,
     composite_shards,
     is_plain,
     local_shards,
@@ -303,6 +304,8 @@ class CompositeTargets:
 
     def __init__(self) -> None:
         self._copies: list[_Copy] = []
+        self._undescribed: dict[str, list[_Copy]] = {}
+        """Copies into plain tensors, by the name of the description that they wait for."""
         self._filled: list[torch.Tensor] = []
         self._kinds: dict[str, str | None] = {}
         """The classes of composite tensors by the name of their description; None if plain."""
@@ -381,10 +384,12 @@ class CompositeTargets:
                     box[1],
                     temporary,
                 )
-                if same_kind:
-                    # Others are tried when it is known what they are.
-                    copy.try_out()
                 self._copies.append(copy)
+                if same_kind:
+                    copy.try_out()
+                else:
+                    check_allocated(name, shard.tensor)
+                    self._undescribed.setdefault(f"{name}.{KIND}", []).append(copy)
         return wanted
 
     def _unsplit(
@@ -416,10 +421,9 @@ class CompositeTargets:
         if kind is None:
             # There is no tensor of that kind yet: its class is needed to make one.
             _find_class(whose, stored)
-            for copy in self._copies:
-                if copy.name == whose and copy.description is None:
-                    copy.description = value[0]
-                    copy.try_out()
+            for copy in self._undescribed.pop(name, ()):
+                copy.description = value[0]
+                copy.try_out()
         elif stored != kind:
             raise ShapeMismatchError(f"{whose!r} was saved as a {stored}, but is a {kind} here")
 
