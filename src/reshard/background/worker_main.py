@@ -67,8 +67,8 @@ def _outlive_signals() -> None:
     """Go on when a signal comes that is meant for the trainer.
 
     Not ignored, since that would be passed on to children. A function of C that does nothing, and
-    not one of Python: that would be run between any two steps of a save, and now and then Python
-    3.11 lost its stack there.
+    not one of Python: with those, workers that were signalled in a save crashed in 9 of 75 runs on
+    Python 3.11, without them in none of 41. Why is not known.
     """
     system = ctypes.CDLL(None)
     system.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
