@@ -11,7 +11,12 @@ import pytest
 
 @pytest.fixture
 def fast_folder(tmp_path: Path) -> Iterator[str]:
-    """A place where a sync costs nothing; to a process that is killed all disks are alike."""
+    """A place where a sync costs nothing; to a process that is killed all disks are alike.
+
+    It lies deep enough that a save looks at no folder of another test that runs beside it.
+    """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        yield folder
+        nested = Path(folder, "runs", "run")
+        nested.mkdir(parents=True)
+        yield str(nested)
