@@ -292,11 +292,13 @@ class FileSystemWriter(StorageWriter):
         ticket = _TICKET.fullmatch(str(plan.storage_data))
         rank, save_id, first = ticket.groups() if ticket else (str(self.rank), self.save_id, "0")
         self.save_id, self._id_is_used = save_id, True
+        save, base = self._open_save(), self._open_base()
+        # A stream or an object is written in order, by one thread.
+        in_order = save.store.remote is not None or not _is_local(self.fs)
         options = WriteOptions(
             self.single_file_per_rank,
             self.sync_files,
-            # A stream is written in order, by one thread.
-            self.thread_count if _is_local(self.fs) or self.compress else 1,
+            1 if in_order and not self.compress else self.thread_count,
             self.is_coordinator,
             self.unchanged,
             self.fingerprint,
@@ -304,7 +306,6 @@ class FileSystemWriter(StorageWriter):
             self.extensions,
             self._is_for_dcp,
         )
-        save, base = self._open_save(), self._open_base()
         return write_items(plan.items, planner, save, rank, int(first), options, base)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -412,6 +413,11 @@ class FileSystemReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+    @property
+    def requests_made(self) -> int:
+        """How many requests were made so far to a store that is remote."""
+        return 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.storage_data = None

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
-from reshard.filesystem import FileSystemReader
+from reshard.engine.reading import Verify
 from reshard.logger import _dcp_method_logger
 from reshard.operations.load import LoadReport, LoadSettings, load_now
 from reshard.operations.ranks import Ranks
 from reshard.operations.read import read_all_keys, read_keys, read_region
 from reshard.operations.renaming import Rename
-from reshard.operations.targets import LoadSource
+from reshard.operations.targets import LoadSource, open_reader
 from reshard.operations.user_calls import _api_bc_check
 from reshard.planner import LoadPlanner
 from reshard.stateful import Stateful as Stateful
@@ -43,6 +43,7 @@ def load(
     verify: Literal["off", "chunks", "full", "fingerprint"] | None = None,
     allow_pickle: bool = False,
     assign: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into `state_dict`, in place, whatever mesh it was saved on.
@@ -51,6 +52,10 @@ def load(
     one, or with `no_dist`, this process loads on its own). Everything that can be wrong
     with the request is found on all ranks before the first byte changes. If any rank
     fails, every rank raises a `CheckpointException` with the reasons.
+
+    `checkpoint_id` is a path, or a URL such as `s3://bucket/run/step-100`, whose store takes
+    `storage_options` (see `ObjectStoreReader`) and otherwise the usual environment variables.
+    `LoadReport.requests` says how many requests this rank made to it.
 
     Tensors are filled where they are, other values are replaced, `Stateful` values are
     given their state. `strict=False` leaves keys that the checkpoint does not have as
@@ -78,7 +83,7 @@ def load(
     began = time.perf_counter()
     report = load_now(
         state_dict,
-        LoadSource(storage_reader, checkpoint_id),
+        LoadSource(storage_reader, checkpoint_id, storage_options),
         planner,
         Ranks(process_group, no_dist, timeout_seconds=timeout_seconds),
         LoadSettings(
@@ -133,10 +138,12 @@ def read_state_dict(
     mmap: bool = False,
     verify: Literal["off", "chunks", "full", "fingerprint"] | None = None,
     allow_pickle: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A checkpoint, or what lies at or below `keys` in it, as whole CPU tensors.
 
-    Needs no template and no process group; each process that calls it reads for itself.
+    Needs no template and no process group; each process that calls it reads for itself. The place
+    is a path or a URL, as for `load`.
     Names that shared one memory when they were saved, such as tied weights, share it again.
 
     With `mmap`, tensors are views of the files where possible: those that were saved as one
@@ -150,7 +157,8 @@ def read_state_dict(
     headers of files are always checked. Views are not read, so their chunks are checked only
     if `verify` is given; that reads them once.
     """
-    reader = FileSystemReader(checkpoint_id, verify=verify or "chunks", allow_pickle=allow_pickle)
+    reader = open_reader(checkpoint_id, storage_options)
+    reader.verify, reader.allow_pickle = Verify(verify or "chunks"), allow_pickle
     if verify is not None:
         reader.verify_views = reader.verify
     return read_all_keys(keys, reader, mmap)
@@ -162,12 +170,15 @@ def read_tensor(
     region: Sequence[slice] | None = None,
     *,
     verify: Literal["off", "chunks", "full"] = "chunks",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> torch.Tensor:
     """One tensor of a checkpoint, or a region of it; only those bytes are read.
 
-    `region` has a slice of step 1 for each dimension, or for the first few.
+    `region` has a slice of step 1 for each dimension, or for the first few. The place is a path or
+    a URL, as for `load`.
     """
-    reader = FileSystemReader(checkpoint_id, verify=verify)
+    reader = open_reader(checkpoint_id, storage_options)
+    reader.verify = Verify(verify)
     return read_region(reader, fqn, region or ())
 
 

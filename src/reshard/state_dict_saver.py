@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -58,6 +58,7 @@ def save(
     fingerprint: bool = False,
     check_replicas: bool = False,
     format: Literal["reshard", "dcp"] = "reshard",
+    storage_options: Mapping[str, Any] | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Metadata:
     """Save `state_dict`: every rank its part, and all of it or nothing.
@@ -68,6 +69,9 @@ def save(
     raises a `CheckpointException` with the reasons, and what was at `checkpoint_id`
     before is still there. A rank that does not answer for `timeout_seconds` counts as
     failed; 0 means no limit.
+
+    `checkpoint_id` is a path, or a URL such as `s3://bucket/run/step-100`, whose store takes
+    `storage_options` (see `ObjectStoreWriter`) and otherwise the usual environment variables.
 
     `Stateful` values are asked for their state. With `use_collectives=False` ranks do not
     plan together: each writes all that it holds, and a manifest of its own.
@@ -92,7 +96,7 @@ def save(
     """
     return save_now(
         state_dict,
-        SaveTarget(storage_writer, checkpoint_id),
+        SaveTarget(storage_writer, checkpoint_id, storage_options),
         planner,
         Ranks(process_group, no_dist, timeout_seconds=timeout_seconds),
         SaveSettings(
@@ -184,6 +188,7 @@ def async_save(
     fingerprint: bool = False,
     check_replicas: bool = False,
     format: Literal["reshard", "dcp"] = "reshard",
+    storage_options: Mapping[str, Any] | None = None,
     when_busy: WhenBusy = "wait",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> Future[Metadata] | AsyncSaveResponse:
@@ -212,7 +217,7 @@ def async_save(
     kind = AsyncCheckpointerType(async_checkpointer_type)
     save = save_later(
         state_dict,
-        SaveTarget(storage_writer, checkpoint_id),
+        SaveTarget(storage_writer, checkpoint_id, storage_options),
         planner,
         Ranks(process_group, no_dist, timeout_seconds=timeout_seconds),
         BackgroundOptions(

@@ -299,12 +299,12 @@ def test_a_value_that_is_stored_as_a_pickle_says_how_to_load_it(tmp_path: Path) 
 @pytest.mark.parametrize("act", [reshard.save, reshard.load])
 def test_a_url_says_which_storages_there_are(act: Any) -> None:
     with pytest.raises(RuntimeError) as raised:
-        act({"w": 1}, checkpoint_id="s3://bucket/step-7")
+        act({"w": 1}, checkpoint_id="carrier-pigeon://bucket/step-7")
 
     argument = "storage_writer" if act is reshard.save else "storage_reader"
     assert str(raised.value) == (
-        "'s3://bucket/step-7' is a URL, and this release of reshard has storages for directories "
-        "only. Pass a directory (such as one where that is mounted), or your own storage with "
+        "'carrier-pigeon://bucket/step-7' is a URL of a kind that reshard does not know. It knows "
+        "s3, gs and az. Pass one of these or a directory, or your own storage with "
         f"{argument}=..."
     )
 

@@ -17,7 +17,7 @@ tomllib = pytest.importorskip("tomllib")
 ROOT = Path(reshard.__file__).parent
 REPOSITORY = ROOT.parents[1]
 DOORS_OF_DCP = {module.name for module in pkgutil.iter_modules(dcp.__path__)}
-OUR_DOORS = {"__init__", "checkpoints", "patching", "rank_values"}
+OUR_DOORS = {"__init__", "checkpoints", "object_storage", "patching", "rank_values"}
 DOORS_OF_NEWER_DCP = {"fsspec_filesystem", "protocol"}
 """Of torch 2.15."""
 SHIMS = {

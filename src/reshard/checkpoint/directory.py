@@ -42,6 +42,8 @@ SHARD_FILE = re.compile(rf"__\d+_\d+_({_ID})\.(?:safetensors|distcp)")
 PART = re.compile(rf"\.metadata\.\d{{1,9}}-of-\d{{1,9}}\.({_ID})")
 CLAIM = re.compile(rf"\.metadata\.({_ID})\.({OWNER})\.draft")
 _TAIL_BYTES = 64
+_AHEAD_BYTES = 16 << 20
+"""Enough for most manifests."""
 DELETION = re.compile(rf"\.metadata\.({OWNER})\.deleting")
 
 
@@ -106,7 +108,7 @@ def locations_in_claim(text: bytes) -> list[str] | None:
 def read_manifest(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Manifest:
     """The manifest of the checkpoint in `store`, or that of all its parts."""
     try:
-        manifest = read_one_manifest(store, MANIFEST, limit_bytes)
+        return read_manifest_there(store, limit_bytes)
     except FileNotFoundError:
         raise CheckpointNotFoundError(_describe_absence(store)) from None
     except NotADirectoryError:
@@ -118,6 +120,11 @@ def read_manifest(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Mani
         raise CheckpointNotFoundError(
             f"the manifest at {store.location} cannot be read: {error}"
         ) from None
+
+
+def read_manifest_there(store: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Manifest:
+    """The same for a place that has one; FileNotFoundError if it does not."""
+    manifest = read_one_manifest(store, MANIFEST, limit_bytes)
     if PARTS in manifest.notes:
         manifest = _merge(_read_parts(store, manifest.notes, limit_bytes), store)
     return manifest
@@ -182,7 +189,7 @@ def _merge(manifests: Sequence[Manifest], store: Store) -> Manifest:
 
 def read_one_manifest(store: Store, key: str, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> Manifest:
     where = f"{key} of {store.location}"
-    reader = store.open_reader(key)
+    reader = store.open_reader(key, _AHEAD_BYTES)
     try:
         data = read_manifest_bytes(reader, where, limit_bytes)
     finally:

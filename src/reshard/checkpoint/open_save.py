@@ -114,6 +114,14 @@ class OpenSave:
 
         Those of another rank are not if the place is not shared.
         """
+        if self.store.remote is not None and len(files) > 1:
+            # One request for all. What it does not show is looked for below.
+            found_there = self.store.sizes()
+            files = {
+                path: size
+                for path, size in files.items()
+                if path not in found_there or size not in (None, found_there[path])
+            }
         give_up = time.monotonic() + _UNSEEN_SECONDS
         own = set(self.written)
         for path, size in files.items():

@@ -78,7 +78,10 @@ def _read(
     where = files.store.location
     if traits.fills_by_itself:
         threads = options.thread_count or default_threads()
-        with watched(f"loading {where}", wanted_bytes, options.shows_progress) as progress:
+        with (
+            files.fetching(requests),
+            watched(f"loading {where}", wanted_bytes, options.shows_progress) as progress,
+        ):
             read_regions(files.readers, requests, files.verify, threads, where, progress.advance)
     else:
         read_regions(files.readers, requests, files.verify, 1, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -14,8 +15,9 @@ from reshard.api import CorruptCheckpointError
 from reshard.checkpoint.torch_archives import VALUE, FlatArchive, encode_from, read_archive
 from reshard.checkpoint.torch_records import Chunk, TorchRecords, is_record
 from reshard.engine.decoding import DecodedChunk, FrameBuffers
+from reshard.engine.fetching import Prefetch, plan_fetches
 from reshard.engine.open_files import OpenFiles, most_open_files
-from reshard.engine.reading import Verify, read_bytes
+from reshard.engine.reading import Request, Verify, read_bytes
 from reshard.engine.streams import StreamedChunk, StreamExtension, decode_value, find_extensions
 from reshard.engine.workers import default_threads, run_all
 from reshard.format.checksum import Hasher
@@ -53,6 +55,8 @@ class ShardFiles:
         self.readers: dict[str, Reader] = {}
         self._ids: dict[str, int] = {}
         self._files = OpenFiles(self._open, most_open_files())
+        self._encoded: dict[str, tuple[str, int, int]] = {}
+        """Where encoded chunks lie, by the names that their contents have."""
         self._records = TorchRecords(store.location)
         self._is_own_copy = False
         self._archives: dict[str, FlatArchive] = {}
@@ -179,6 +183,7 @@ class ShardFiles:
             stored, content = int(m.stored_nbytes[row]), self._content_nbytes(row)
             where = f"the chunk at byte {begin} of {path!r} in {self.store.location}"
             source, codec = self.readers[path], m.codec_names[int(m.chunk_codecs[row]) - 1]
+            self._encoded[virtual_path] = path, begin, begin + stored
             self.readers[virtual_path] = (
                 DecodedChunk(source, begin, stored, content, self._frame_buffers, where)
                 if self._is_ours(codec)
@@ -208,7 +213,7 @@ class ShardFiles:
             store = store.at(origin.location)
             self._check_origin(origin, store)
         try:
-            reader = store.open_reader(path)
+            reader = store.open_reader(path, int(self.manifest.header_sizes[file_id]))
         except (FileNotFoundError, NotADirectoryError) as error:
             if origin is None:
                 raise CorruptCheckpointError(
@@ -318,6 +323,21 @@ class ShardFiles:
             return stored
         extensions = self._extensions(m.codec_names[codec - 1])
         return decode_value(stored, extensions, f"{name!r} in {where}")
+
+    @contextlib.contextmanager
+    def fetching(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Within this, what requests will read is asked for ahead, if the store is remote."""
+        remote = self.store.remote
+        if remote is None:
+            yield
+            return
+        wanted = plan_fetches(requests, self.verify, lambda each: self._encoded.get(each.file))
+        with Prefetch(self.readers, wanted, remote) as ahead:
+            self._files.ahead = ahead
+            try:
+                yield
+            finally:
+                self._files.ahead = None
 
     def close(self) -> None:
         self._files.close()

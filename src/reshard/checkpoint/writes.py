@@ -44,6 +44,9 @@ from reshard.tensors.shards import check_allocated, whole_local_tensor
 
 logger = logging.getLogger(__name__)
 
+_ENCODED_FILE_BYTES = 256 << 20
+"""About how much of a state goes into one encoded object."""
+
 
 @dataclass(frozen=True)
 class WriteOptions:
@@ -109,6 +112,8 @@ def write_items(
             written.fingerprints[lacking] = found.view(np.int64)
         rows = [row for row in rows if row not in references]
     groups = [rows] if options.single_file else [[row] for row in rows]
+    if options.single_file and options.compress and store.remote is not None:
+        groups = _groups_of(rows, written.nbytes)
     total_bytes = int(written.nbytes[rows].sum())
     with watched(f"saving {store.location}", total_bytes, options.shows_progress) as progress:
         for number, group in enumerate(groups if rows else []):
@@ -135,6 +140,19 @@ def write_items(
                 written.codec_ids[group] = file.encoded * codec
                 written.stored_nbytes[group] = file.stored_nbytes
     return WriteResults(items, written)
+
+
+def _groups_of(rows: Sequence[int], nbytes: Ints) -> list[list[int]]:
+    """Rows for one file each. What is encoded must fit the memory before it can be sent."""
+    groups: list[list[int]] = [[]]
+    size = 0
+    for row in rows:
+        if groups[-1] and size + int(nbytes[row]) > _ENCODED_FILE_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(row)
+        size += int(nbytes[row])
+    return groups
 
 
 def check_savable(items: Sequence[WriteItem]) -> None:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from reshard.stores.protocol import Reader
 
@@ -22,6 +23,13 @@ def most_open_files() -> int:
     return max(1, min(_MOST_FILES, limit // 4))
 
 
+class Ahead(Protocol):
+    """Bytes of files that are in memory, or on their way."""
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill `buffers`; False if not all of it is there."""
+
+
 class OpenFiles:
     """Opens files as they are read, and closes those that were not read for longest.
 
@@ -34,6 +42,8 @@ class OpenFiles:
         self._most = most
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
+        self.ahead: Ahead | None = None
+        """What was read before it was needed, if anything."""
 
     def reader(self, path: str) -> Reader:
         """A reader of a file that is opened, perhaps again, when something is read."""
@@ -85,8 +95,22 @@ class _LazyReader:
             return reader.nbytes
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        ahead = self._files.ahead
+        if ahead is not None and ahead.read_into(self._path, offset, buffers):
+            return
         with self._files.lend(self._path) as reader:
             reader.read_into(offset, buffers)
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the file, in the memory that they came in if there is such a thing."""
+        with self._files.lend(self._path) as reader:
+            fetch = getattr(reader, "fetch", None)
+            if fetch is not None:
+                found: memoryview = fetch(offset, nbytes)
+                return found
+            data = memoryview(bytearray(nbytes))
+            reader.read_into(offset, [data])
+            return data
 
     def close(self) -> None:
         """Nothing to release: the files belong to `OpenFiles`."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
@@ -122,9 +123,18 @@ def _tasks(
             direct.append(request)
         else:
             other.append([request])
-    # File by file: few have to be open at once, and disks like it.
-    other.sort(key=lambda alone: (alone[0].file, alone[0].begin))
-    return [*other, *_batches(direct)], shared
+    # As they lie in the files: few of these have to be open at once, and disks like it.
+    tasks = [*other, *_batches(direct)]
+    tasks.sort(key=lambda batch: (batch[0].file, _position(batch[0])))
+    return tasks, shared
+
+
+def wanted_ranges(request: Request, verify: Verify) -> npt.NDArray[np.int64]:
+    """From where to where a file is read for a request."""
+    chunk_bytes = math.prod(request.chunk_shape) * request.dtype.itemsize
+    if request.whole or verify is Verify.FULL or request.suspect:
+        return np.array([[request.begin, request.begin + chunk_bytes]], dtype=np.int64)
+    return request.begin + _Filler(None, request, None).ranges(request.offsets, request.lengths)
 
 
 def _split_by_sharing(requests: Sequence[Request]) -> tuple[Sequence[Request], list[Request]]:
@@ -351,13 +361,13 @@ class _Filler:
     A hasher that it is given along is fed with the bytes of `span`, as they lie in the file.
     """
 
-    def __init__(self, reader: Reader, request: Request, bounce: BounceBuffer) -> None:
-        self._reader = reader
+    def __init__(self, reader: Any, request: Request, bounce: Any) -> None:
+        self._reader: Reader = reader
         self._request = request
         self._shape = tuple(request.chunk_shape)
         self._itemsize = request.dtype.itemsize
         self._hasher: Any = None
-        self._bounce = bounce
+        self._bounce: BounceBuffer = bounce
 
     def fill(self, hasher: Any) -> None:
         self._hasher = hasher
@@ -375,6 +385,20 @@ class _Filler:
             return None
         begin = self._first_row(dim, offsets)
         return begin, begin + lengths[dim] * row_bytes
+
+    def ranges(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """From where to where of the chunk a region is read, for those who ask for it before."""
+        if is_one_run(self._shape, lengths):
+            begin = ravel(self._shape, offsets) * self._itemsize
+            nbytes = math.prod(lengths) * self._itemsize
+            return np.array([[begin, begin + nbytes]], dtype=np.int64)
+        dim, row_bytes = self._rows(lengths)
+        if self._reads_rows(row_bytes, dim, lengths):
+            begin = self._first_row(dim, offsets)
+            return np.array([[begin, begin + lengths[dim] * row_bytes]], dtype=np.int64)
+        first = self.ranges(offsets, (*lengths[:dim], 1, *lengths[dim + 1 :]))
+        steps = np.arange(lengths[dim], dtype=np.int64) * row_bytes
+        return (first[None] + steps[:, None, None]).reshape(-1, 2)
 
     def _fill(
         self, offsets: tuple[int, ...], lengths: tuple[int, ...], target: torch.Tensor

@@ -137,7 +137,11 @@ def write_file(
     try:
         writer.write(0, [memoryview(header)])
         job = _Job(writer, contents, begins, sums, durable, advance)
-        run_all(job.write, _batches(contents, order), threads)
+        batches = _batches(contents, order)
+        if threads == 1:
+            # Some files can only be written from their beginning to their end.
+            batches.sort(key=lambda batch: int(begins[batch[0]]))
+        run_all(job.write, batches, threads)
         if durable:
             writer.sync()
     finally:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import closing
 
-from reshard.api import CheckpointNotFoundError
-from reshard.checkpoint.directory import MANIFEST, is_shard_name, read_manifest
+from reshard.api import CheckpointNotFoundError, UnsupportedFormatError
+from reshard.checkpoint.directory import (
+    MANIFEST,
+    is_shard_name,
+    read_manifest,
+    read_manifest_there,
+)
 from reshard.foreign import dcp, safetensors, torch_save
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES
 from reshard.format.tables import Manifest
@@ -21,6 +27,10 @@ def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tupl
 
     A place is a directory, or a single file.
     """
+    if place.remote is not None:
+        # Its first request should be the last.
+        with contextlib.suppress(FileNotFoundError, UnsupportedFormatError):
+            return place, read_manifest_there(place, limit_bytes)
     file = place.as_file()
     if file is not None:
         return file[0], _open_file(*file)

@@ -52,7 +52,8 @@ class LoadReport:
     `missing` are keys of the state dict that the checkpoint does not have and that were
     left as they were; `unexpected` are keys of the checkpoint that nobody asked for;
     `excluded` are those that the caller did not want. `verified` is the number of tensors
-    that all ranks together hold as they were saved, by their fingerprints.
+    that all ranks together hold as they were saved, by their fingerprints. `requests` is how many
+    were made to a remote store.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -62,6 +63,7 @@ class LoadReport:
     nbytes: int = 0
     seconds: float = 0.0
     verified: int = 0
+    requests: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class Load:
         self.report = LoadReport()
         self._planner_hooks = with_defaults(planner, LoadPlanner)
         self._reader_hooks = with_defaults(reader, StorageReader)
+        self._requests_before = getattr(reader, "requests_made", 0)
         self._plans_alone = plans_alone(planner, reader)
         self._left_out: list[str] = []
         self._blank_state: BlankState | None = None
@@ -361,6 +364,7 @@ class Load:
         before = getattr(self.reader, "bytes_read", 0)
         self.reader.read_data(final, self.planner).wait()
         self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
+        self.report.requests = getattr(self.reader, "requests_made", 0) - self._requests_before
         self._planner_hooks.finish_load()
 
     # Verify

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from reshard.coordination.pairing import LOAD, UNKNOWN, Intent
 from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader, FileSystemWriter
+from reshard.object_storage import ObjectStoreReader, ObjectStoreWriter
 from reshard.operations.user_calls import with_defaults
 from reshard.storage import StorageReader, StorageWriter
+from reshard.stores.urls import without_secrets
 
 Place = str | os.PathLike[str]
 
@@ -22,19 +24,25 @@ def comparable_place(checkpoint_id: Any) -> str | None:
     text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
     if not isinstance(text, str):
         return None
-    return text if "://" in text else os.path.realpath(text)
+    return without_secrets(text).rstrip("/") if "://" in text else os.path.realpath(text)
 
 
 def _storage_setup(
     storage: StorageReader | StorageWriter | None,
     checkpoint_id: Place | None,
     reader: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """The storage to use, ready for a new checkpoint or a new load.
 
     Without one, the first that accepts the place is made; nothing has to be there yet.
     """
     if storage is not None:
+        if storage_options:
+            raise ValueError(
+                "storage_options are for the storage that a URL picks: give them to the storage "
+                "that is passed, or pass none"
+            )
         if checkpoint_id is not None:
             storage.reset(checkpoint_id)
         return storage
@@ -44,15 +52,23 @@ def _storage_setup(
         raise RuntimeError(f"`checkpoint_id` must be specified if `{argument}` is None: say {what}")
     for kind in _READERS if reader else _WRITERS:
         if kind.validate_checkpoint_id(checkpoint_id):
-            made = kind(checkpoint_id)
+            if kind in (FileSystemReader, FileSystemWriter):
+                if storage_options:
+                    raise ValueError(
+                        f"storage_options are for URLs, and {checkpoint_id!r} is a path: leave "
+                        "them out"
+                    )
+                made = kind(checkpoint_id)
+            else:
+                made = kind(checkpoint_id, storage_options=storage_options)
             made.reset(checkpoint_id)
             return made
     raise _unknown_place(checkpoint_id, argument)
 
 
 # What is asked for each place, in this order.
-_WRITERS = (FileSystemWriter,)
-_READERS = (FileSystemReader,)
+_WRITERS: tuple[Any, ...] = (FileSystemWriter, ObjectStoreWriter)
+_READERS: tuple[Any, ...] = (FileSystemReader, ObjectStoreReader)
 
 
 def _unknown_place(place: object, argument: str) -> RuntimeError:
@@ -60,8 +76,8 @@ def _unknown_place(place: object, argument: str) -> RuntimeError:
     why = f"is a {type(place).__name__}, and not a place that reshard knows. Pass a directory"
     if isinstance(place, str) and "://" in place:
         why = (
-            "is a URL, and this release of reshard has storages for directories only. Pass a "
-            "directory (such as one where that is mounted)"
+            "is a URL of a kind that reshard does not know. It knows s3, gs and az. Pass one of "
+            "these or a directory"
         )
     return RuntimeError(f"{place!r} {why}, or your own storage with {argument}=...")
 
@@ -72,10 +88,13 @@ class SaveTarget:
 
     writer: StorageWriter | None
     checkpoint_id: Place | None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def choose_writer(self) -> StorageWriter:
         """The storage, ready for a new checkpoint."""
-        writer: StorageWriter = _storage_setup(self.writer, self.checkpoint_id)
+        writer: StorageWriter = _storage_setup(
+            self.writer, self.checkpoint_id, storage_options=self.storage_options
+        )
         return writer
 
     @cached_property
@@ -114,7 +133,7 @@ class SaveTarget:
             chosen = chosen or getattr(self.writer, "checkpoint_id", None)
         if not chosen or "://" in str(chosen):
             return self
-        return SaveTarget(self.writer, os.path.abspath(chosen))
+        return SaveTarget(self.writer, os.path.abspath(chosen), self.storage_options)
 
     def _shared_place(self) -> str | None:
         return with_defaults(self.writer, StorageWriter).shared_place(self.checkpoint_id)  # type: ignore[union-attr]
@@ -126,10 +145,13 @@ class LoadSource:
 
     reader: StorageReader | None
     checkpoint_id: Place | None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def choose_reader(self) -> StorageReader:
         """The storage, ready for a new load."""
-        reader: StorageReader = _storage_setup(self.reader, self.checkpoint_id, reader=True)
+        reader: StorageReader = _storage_setup(
+            self.reader, self.checkpoint_id, reader=True, storage_options=self.storage_options
+        )
         return reader
 
     def intent(self, verify: object = None) -> Intent:
@@ -146,3 +168,9 @@ class LoadSource:
         together = Verify.FINGERPRINT in asked or Verify.FINGERPRINT.value in asked
         settings = [("verify", "'fingerprint'" if together else "something else")]
         return Intent(LOAD, f"load of {place!r}" if place else "load", settings)
+
+
+def open_reader(place: Place, storage_options: Mapping[str, Any] | None = None) -> FileSystemReader:
+    """A reader of the checkpoint at a place, for a process on its own."""
+    reader: FileSystemReader = LoadSource(None, place, storage_options).choose_reader()  # type: ignore[assignment]
+    return reader

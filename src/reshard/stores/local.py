@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from reshard.stores.protocol import CutShortError, VersionConflict
+from reshard.stores.protocol import CutShortError, Remote, VersionConflict
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 class LocalStore:
     """A directory. `system` is the os module; tests put a failing one in its place."""
 
+    remote: Remote | None = None
+    requests = 0
     lock_seconds = 60.0
     """How long to wait for another process that is just committing."""
 
@@ -71,7 +73,7 @@ class LocalStore:
         flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return _LocalWriter(path, self._system.open(path, flags, 0o666), self._system)
 
-    def open_reader(self, key: str) -> _LocalReader:
+    def open_reader(self, key: str, ahead: int = 0) -> _LocalReader:
         path = self._path(key)
         # Not blocking: opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -163,6 +165,13 @@ class LocalStore:
             return sorted(self._system.listdir(self.location))
         except FileNotFoundError:
             return []
+
+    def sizes(self) -> dict[str, int]:
+        found = {}
+        for key in self.list():
+            with contextlib.suppress(FileNotFoundError):
+                found[key] = int(self._system.stat(self._path(key)).st_size)
+        return found
 
     def modified(self, key: str) -> float | None:
         try:

@@ -7,11 +7,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-from reshard.stores.protocol import CutShortError, VersionConflict
+from reshard.stores.protocol import CutShortError, Remote, VersionConflict
 
 
 class MemoryStore:
     """A dict of files. Everything is durable as soon as it is written."""
+
+    remote: Remote | None = None
+    requests = 0
 
     def __init__(self, name: str = "memory", root: dict[str, MemoryStore] | None = None) -> None:
         self.location = name
@@ -33,7 +36,7 @@ class MemoryStore:
             self._times[key] = time.time()
         return _MemoryFile(self.files[key])
 
-    def open_reader(self, key: str) -> _MemoryFile:
+    def open_reader(self, key: str, ahead: int = 0) -> _MemoryFile:
         if key not in self.files:
             raise FileNotFoundError(f"there is no {key!r} in this memory store")
         return _MemoryFile(self.files[key])
@@ -63,6 +66,9 @@ class MemoryStore:
 
     def list(self) -> list[str]:
         return sorted(self.files)
+
+    def sizes(self) -> dict[str, int]:
+        return {key: len(content) for key, content in self.files.items()}
 
     def modified(self, key: str) -> float | None:
         return self._times[key] if key in self.files else None

@@ -9,7 +9,8 @@ there before, and a commit replaces only the version that it expects.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 
@@ -17,8 +18,23 @@ class VersionConflict(Exception):  # noqa: N818 - control flow between a store a
     """A commit found another version in its place than the one that it was to replace."""
 
 
+@dataclass(frozen=True)
+class Remote:
+    """How to ask a store that takes a while to answer, whatever it is asked for."""
+
+    piece_bytes: int
+    """How much to ask for at once."""
+    gap_bytes: int
+    """How many bytes that nobody wants cost less than another request."""
+    concurrency: int
+    """How many requests to make at the same time."""
+
+
 class Writer(Protocol):
-    """A file that is being written, from several threads if need be."""
+    """A file that is being written, from several threads if need be.
+
+    Of a remote store the pieces should come in order: those that are early are kept in memory.
+    """
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers` one after the other from `offset` on; all or an error.
@@ -33,7 +49,10 @@ class Writer(Protocol):
         """Make what was written durable."""
 
     def close(self) -> None:
-        """Release the file. It may be called more than once."""
+        """Release the file. It may be called more than once.
+
+        A file whose size was given, and of which not all was written, need not be there then.
+        """
 
 
 class CutShortError(OSError):
@@ -73,8 +92,16 @@ class Store(Protocol):
     """One place that holds the files of one checkpoint."""
 
     @property
+    def remote(self) -> Remote | None:
+        """How to ask this store; None if it answers at once."""
+
+    @property
+    def requests(self) -> int:
+        """How many requests were made to a remote store so far, by this and what it opened."""
+
+    @property
     def location(self) -> str:
-        """How to name the place to a person."""
+        """How to name the place to a person. It holds no secret."""
 
     def create(self) -> bool:
         """Make the place, if it has to be made; whether that was so."""
@@ -85,8 +112,11 @@ class Store(Protocol):
         Its size, if that is known; otherwise it is as long as what is written to it.
         """
 
-    def open_reader(self, key: str) -> Reader:
-        """A file that is there; FileNotFoundError if it is not."""
+    def open_reader(self, key: str, ahead: int = 0) -> Reader:
+        """A file that is there; FileNotFoundError if it is not.
+
+        The first `ahead` bytes will be read: a remote store sends them with its first answer.
+        """
 
     def sync(self) -> None:
         """Make the names of all files written so far durable."""
@@ -107,6 +137,9 @@ class Store(Protocol):
 
     def list(self) -> list[str]:
         """All keys; none if the place does not exist."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """All keys, and how long their files are."""
 
     def modified(self, key: str) -> float | None:
         """When a file was written, in seconds of the store's own clock; None without it."""

@@ -20,7 +20,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from reshard.stores.file_systems import FileSystemBase, Location
-from reshard.stores.protocol import CutShortError, VersionConflict
+from reshard.stores.protocol import CutShortError, Remote, VersionConflict
+from reshard.stores.urls import location_at, relative_location
 
 _VERSION_BYTES = 16
 _MOST_PENDING_IN_MEMORY = 32 << 20
@@ -28,6 +29,9 @@ _MOST_PENDING_IN_MEMORY = 32 << 20
 
 class StreamStore:
     """A directory of a file system. `probed` are keys to look for where nothing can be listed."""
+
+    remote: Remote | None = None
+    requests = 0
 
     def __init__(self, fs: FileSystemBase, path: Location, probed: Collection[str] = ()) -> None:
         self.location = os.fspath(path)
@@ -51,7 +55,7 @@ class StreamStore:
         self._times[key] = time.time()
         return _StreamWriter(self._fs, self._path(key), nbytes)
 
-    def open_reader(self, key: str) -> _StreamReader:
+    def open_reader(self, key: str, ahead: int = 0) -> _StreamReader:
         # Streams of object stores notice only when they are read.
         if not self._fs.exists(self._path(key)):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self._name(key))
@@ -114,6 +118,13 @@ class StreamStore:
             return sorted(key for key in known if self._fs.exists(self._path(key)))
         return _names_in(self._fs, self._root)
 
+    def sizes(self) -> dict[str, int]:
+        found = {}
+        for key in self.list():
+            with contextlib.closing(self.open_reader(key)) as reader:
+                found[key] = reader.nbytes
+        return found
+
     def modified(self, key: str) -> float | None:
         """When this process wrote a file; None for others, whose times are not known."""
         time_of_writing = self._times.get(key)
@@ -138,20 +149,10 @@ class StreamStore:
         """Nothing tells a file from a directory, so a place is always one of these."""
 
     def relative(self, place: str | os.PathLike[str]) -> str:
-        (scheme, own), (other_scheme, other) = _split(self.location), _split(os.fspath(place))
-        if scheme != other_scheme:
-            raise ValueError(f"{os.fspath(place)} is on another file system than {self.location}")
-        if own == other:
-            return "."
-        if other[: len(own)] == own:
-            raise ValueError(f"{os.fspath(place)} lies within {self.location}")
-        parent = posixpath.relpath("/" + "/".join(other[:-1]), "/" + "/".join(own))
-        return f"{parent}/{other[-1]}"
+        return relative_location(self.location, os.fspath(place))
 
     def at(self, location: str) -> StreamStore:
-        scheme, names = _split(f"{self.location}/{location}")
-        place = f"{scheme or '/'}{'/'.join(names)}"
-        return StreamStore(self._fs, place, self._probed)
+        return StreamStore(self._fs, location_at(self.location, location), self._probed)
 
     def neighbours(self) -> Sequence[str]:
         if not hasattr(self._fs, "ls"):
@@ -164,13 +165,6 @@ def _names_in(fs: Any, path: Location) -> list[str]:
         return sorted(posixpath.basename(os.fspath(each).rstrip("/")) for each in fs.ls(path))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _split(place: str) -> tuple[str, list[str]]:
-    """The scheme of a location, empty for a path of this machine, and the names in it."""
-    scheme, mark, rest = place.rpartition("://")
-    path = posixpath.normpath(f"/{rest}") if mark else os.path.abspath(rest)
-    return f"{scheme}{mark}", [name for name in path.split("/") if name]
 
 
 def _version(nbytes: int, tail: bytes | bytearray) -> str:

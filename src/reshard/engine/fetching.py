@@ -1,0 +1,251 @@
+"""Bytes that are asked for before they are needed, of a store that takes a while to answer.
+
+What a load wants of each file becomes a few large requests. Some of them are under way at any
+time; whoever reads takes the bytes from those that were answered.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.engine.reading import Request, Verify, wanted_ranges
+from reshard.stores.protocol import Reader, Remote
+
+_BUDGET_BYTES = 256 << 20
+"""How much may be in memory that was asked for and not used yet."""
+
+
+@runtime_checkable
+class Fetching(Protocol):
+    """A reader that hands over the memory that its answers come in. Optional."""
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the file."""
+
+
+@dataclass(eq=False)
+class _Piece:
+    path: str
+    begin: int
+    end: int
+    users: int = 0
+    taken: bool = False
+    data: memoryview | None = None
+    error: BaseException | None = None
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+class Prefetch:
+    """Asks for what some requests want, in the order in which they are read."""
+
+    def __init__(
+        self,
+        readers: Mapping[str, Reader],
+        wanted: Sequence[tuple[Request, str, npt.NDArray[np.int64]]],
+        remote: Remote,
+    ) -> None:
+        self._readers = readers
+        self._remote = remote
+        self._pieces: dict[str, list[_Piece]] = _cut(wanted, remote)
+        self._begins = {
+            path: [piece.begin for piece in pieces] for path, pieces in self._pieces.items()
+        }
+        for request, path, ranges in wanted:
+            self._follow(request, path, ranges)
+        self._waiting = [piece for path in sorted(self._pieces) for piece in self._pieces[path]]
+        self._waiting.reverse()
+        self._changed = threading.Condition()
+        self._held_bytes = 0
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+
+    def _follow(self, request: Request, path: str, ranges: npt.NDArray[np.int64]) -> None:
+        """Let go of pieces when the last request that wants some of them is done."""
+        begins = self._begins.get(path, [])
+        chosen: set[int] = set()
+        for begin, end in ranges.tolist():
+            chosen.update(range(bisect_right(begins, begin) - 1, bisect_right(begins, end - 1)))
+        pieces = [self._pieces[path][number] for number in chosen]
+        for piece in pieces:
+            piece.users += 1
+        request.done = partial(self._finish, request.done, pieces)
+
+    def _finish(self, done: Callable[[], None] | None, pieces: Sequence[_Piece]) -> None:
+        with self._changed:
+            for piece in pieces:
+                piece.users -= 1
+                if not piece.users and piece.data is not None:
+                    self._held_bytes -= piece.nbytes
+                    piece.data = None
+            self._changed.notify_all()
+        if done is not None:
+            done()
+
+    def __enter__(self) -> Prefetch:
+        count = min(self._remote.concurrency, len(self._waiting))
+        for _ in range(count):
+            thread = threading.Thread(target=self._work, name="reshard-fetch", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (piece := self._next()) is not None:
+            self._fetch(piece)
+
+    def _next(self) -> _Piece | None:
+        with self._changed:
+            while not self._is_closed:
+                while self._waiting and (self._waiting[-1].taken or not self._waiting[-1].users):
+                    self._waiting.pop()
+                if not self._waiting:
+                    return None
+                piece = self._waiting[-1]
+                if not self._held_bytes or self._held_bytes + piece.nbytes <= _BUDGET_BYTES:
+                    self._waiting.pop()
+                    self._take(piece)
+                    return piece
+                self._changed.wait()
+        return None
+
+    def _take(self, piece: _Piece) -> None:
+        piece.taken = True
+        self._held_bytes += piece.nbytes
+
+    def _fetch(self, piece: _Piece) -> None:
+        try:
+            reader = self._readers[piece.path]
+            if isinstance(reader, Fetching):
+                data = reader.fetch(piece.begin, piece.nbytes)
+            else:
+                data = memoryview(bytearray(piece.nbytes))
+                reader.read_into(piece.begin, [data])
+            with self._changed:
+                if piece.users:
+                    piece.data = data
+                else:
+                    self._held_bytes -= piece.nbytes
+        except BaseException as error:  # noqa: BLE001 - raised by whoever needs the piece
+            piece.error = error
+        piece.arrived.set()
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> bool:
+        """Fill `buffers` from what was asked for; False if that is not all of it."""
+        pieces, begins = self._pieces.get(path), self._begins.get(path)
+        end = offset + sum(map(len, buffers))
+        if pieces is None or begins is None or offset == end:
+            return False
+        number, position = bisect_right(begins, offset) - 1, offset
+        parts: list[npt.NDArray[np.uint8]] = []
+        while position < end:
+            if number < 0 or number >= len(pieces) or not _covers(pieces[number], position):
+                return False
+            data = self._wait_for(pieces[number])
+            if data is None:
+                return False
+            piece = pieces[number]
+            until = min(end, piece.end)
+            content = np.frombuffer(data, dtype=np.uint8)
+            parts.append(content[position - piece.begin : until - piece.begin])
+            number, position = number + 1, until
+        _scatter(parts, buffers)
+        return True
+
+    def _wait_for(self, piece: _Piece) -> memoryview | None:
+        """The bytes of a piece; None if they were let go of."""
+        with self._changed:
+            is_own = not piece.taken
+            if is_own:
+                # Later ones fill the memory that there is: this one must not wait for it.
+                self._take(piece)
+        if is_own:
+            self._fetch(piece)
+        piece.arrived.wait()
+        if piece.error is not None:
+            raise piece.error
+        return piece.data
+
+
+def _covers(piece: _Piece, position: int) -> bool:
+    return piece.begin <= position < piece.end
+
+
+def _scatter(parts: Sequence[npt.NDArray[np.uint8]], buffers: Sequence[memoryview]) -> None:
+    """Copy parts, one after the other, into buffers, one after the other. Without the GIL."""
+    rest = [part for part in parts if len(part)]
+    rest.reverse()
+    for buffer in buffers:
+        target, filled = np.frombuffer(buffer, dtype=np.uint8), 0
+        while filled < len(target):
+            part = rest.pop()
+            count = min(len(part), len(target) - filled)
+            np.copyto(target[filled : filled + count], part[:count])
+            filled += count
+            if count < len(part):
+                rest.append(part[count:])
+
+
+def _cut(
+    wanted: Sequence[tuple[Request, str, npt.NDArray[np.int64]]], remote: Remote
+) -> dict[str, list[_Piece]]:
+    """What to ask for of each file: neighbours together, large spans in pieces."""
+    by_path: dict[str, list[npt.NDArray[np.int64]]] = {}
+    for _, path, ranges in wanted:
+        by_path.setdefault(path, []).append(ranges)
+    pieces: dict[str, list[_Piece]] = {}
+    for path, arrays in by_path.items():
+        ranges = np.concatenate(arrays)
+        ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+        ends = np.maximum.accumulate(ranges[:, 1])
+        is_first = np.concatenate([[True], ranges[1:, 0] - ends[:-1] > remote.gap_bytes])
+        starts = np.flatnonzero(is_first)
+        lasts = np.concatenate([starts[1:] - 1, [len(ranges) - 1]])
+        spans = zip(ranges[starts, 0].tolist(), ends[lasts].tolist(), strict=True)
+        step = remote.piece_bytes
+        pieces[path] = [
+            _Piece(path, position, min(position + step, end))
+            for begin, end in spans
+            for position in range(begin, end, step)
+        ]
+    return pieces
+
+
+def plan_fetches(
+    requests: Sequence[Request],
+    verify: Verify,
+    stored: Callable[[Request], tuple[str, int, int] | None],
+) -> list[tuple[Request, str, npt.NDArray[np.int64]]]:
+    """What each request reads: in which file, from where to where.
+
+    `stored` says where all of an encoded chunk lies, and None for others.
+    """
+    found = []
+    for request in requests:
+        if not request.nbytes:
+            continue
+        place = stored(request)
+        if place is None:
+            found.append((request, request.file, wanted_ranges(request, verify)))
+        elif request.whole:
+            path, begin, end = place
+            found.append((request, path, np.array([[begin, end]], dtype=np.int64)))
+    return found

@@ -1,0 +1,337 @@
+"""Requests to an object store: options, retries, and errors that say what to do.
+
+obstore retries what may pass, with exponential backoff and jitter, up to a total time. Two things
+are added: an endpoint that never answered is given up soon, and a body that ends early is asked
+for again. The texts of servers are not shown: they may hold parts of credentials.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from reshard.stores.protocol import VersionConflict
+from reshard.stores.urls import scheme_of, without_secrets
+
+_RETRY_SECONDS = 120.0
+_FIRST_SECONDS = 2.5
+"""How long an endpoint that never answered is tried."""
+_REQUEST_SECONDS = 60.0
+_CONCURRENCY = 8
+_BACKOFF_SECONDS = (0.1, 5.0)
+_OWN_OPTIONS = ("store", "retry_seconds", "concurrency")
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+
+_answered: set[tuple[str, str]] = set()
+"""Which buckets of which endpoints have answered this process."""
+
+
+class PermanentError(OSError):
+    """A request that was refused, and will be again."""
+
+    is_unsupported = False
+
+
+def _obstore() -> Any:
+    try:
+        return importlib.import_module("obstore")
+    except ImportError as error:
+        raise ImportError(
+            "object stores need obstore, which is not installed. Install it with: "
+            "pip install 'reshard[object]'"
+        ) from error
+
+
+def open_clients(url: str, options: Mapping[str, Any] | None) -> Clients:
+    """What makes the requests to the bucket of a URL."""
+    return Clients(url, dict(options or {}))
+
+
+class Clients:
+    """Makes requests to one bucket, and counts them. Safe to use from several threads."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self._api = _obstore()
+        self._errors = importlib.import_module("obstore.exceptions")
+        self.retry_seconds = float(options.get("retry_seconds") or _RETRY_SECONDS)
+        self.concurrency = int(options.get("concurrency") or _CONCURRENCY)
+        self.root = _root_of(url)
+        given = options.get("store")
+        config = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
+        if given is None:
+            self._patient = self._make(config, self.retry_seconds)
+            self._brisk = self._make(config, min(_FIRST_SECONDS, self.retry_seconds))
+        else:
+            self._patient = self._brisk = given
+        self._identity = (self.root, str(config.get("endpoint") or _endpoint()))
+        self._lock = threading.Lock()
+        self.requests = 0
+
+    def __repr__(self) -> str:
+        return f"Clients({self.root!r})"
+
+    def _make(self, config: dict[str, Any], retry_seconds: float) -> Any:
+        stores = importlib.import_module("obstore.store")
+        scheme, _, bucket = self.root.partition("://")
+        low, high = _BACKOFF_SECONDS
+        high = min(high, retry_seconds / 4)
+        settings = {
+            "retry_config": {
+                "max_retries": 1000,
+                "retry_timeout": timedelta(seconds=retry_seconds),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=low),
+                    "max_backoff": timedelta(seconds=high),
+                    "base": 2,
+                },
+            },
+            **config,
+        }
+        settings["client_options"] = {
+            "timeout": timedelta(seconds=_REQUEST_SECONDS),
+            # Asking a server of one's own without TLS is said by its address.
+            "allow_http": str(config.get("endpoint") or _endpoint()).startswith("http://"),
+            **config.get("client_options", {}),
+        }
+        try:
+            if scheme in ("s3", "s3a"):
+                return stores.S3Store(bucket, **settings)
+            if scheme == "gs":
+                return stores.GCSStore(bucket, **settings)
+            if scheme in ("az", "azure"):
+                return stores.AzureStore(bucket, **settings)
+            return stores.AzureStore.from_url(self.root, **settings)
+        except (self._errors.BaseError, TypeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"storage_options for {self.root} cannot be used: {reason}. They have the names of "
+                f"obstore's settings, and {', '.join(_OWN_OPTIONS)}"
+            ) from None
+
+    # URLs
+
+    def normal_url(self, url: str) -> str:
+        """A URL in the form that places are compared in, without secrets."""
+        return without_secrets(os.fspath(url)).rstrip("/")
+
+    def is_for(self, url: str) -> bool:
+        """Whether a URL leads to this bucket."""
+        return _root_of(url) == self.root
+
+    def path_in_bucket(self, url: str) -> str:
+        return url.removeprefix(self.root).strip("/")
+
+    # Requests
+
+    def call(self, verb: str, path: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Make one request. `name` is how an error names the object."""
+        function = getattr(self._api, verb)
+        return self._ask(lambda store: function(store, path, *args, **kwargs), verb, name)
+
+    def list(self, prefix: str, name: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[str]]:
+        """The objects right under a prefix, and the prefixes under it."""
+        found = self._ask(
+            lambda store: self._api.list_with_delimiter(store, prefix or None), "list", name
+        )
+        return found["objects"], found["common_prefixes"]
+
+    def get_start(self, path: str, name: str, nbytes: int) -> tuple[int, memoryview]:
+        """How long an object is, and its first bytes."""
+
+        def get(store: Any) -> tuple[int, memoryview]:
+            try:
+                found = self._api.get(store, path, options={"range": (0, nbytes)})
+            except self._errors.GenericError as error:
+                if _status(error) != 416:
+                    raise
+                # No part of an empty object can be asked for.
+                return int(self._api.head(store, path)["size"]), memoryview(b"")
+            size = int(found.meta["size"])
+            return size, self._whole(found.bytes(), min(nbytes, size))
+
+        size, start = self._ask_for_content(get, name)
+        return size, start
+
+    def get_range(self, path: str, name: str, begin: int, nbytes: int) -> memoryview:
+        """Some bytes of an object."""
+        found: memoryview = self._ask_for_content(
+            lambda store: self._whole(
+                self._api.get_range(store, path, start=begin, length=nbytes), nbytes
+            ),
+            name,
+        )
+        return found
+
+    def _whole(self, content: Any, nbytes: int) -> memoryview:
+        found = memoryview(content)
+        if len(found) != nbytes:
+            raise self._errors.GenericError(f"the answer has {len(found)} bytes, not {nbytes}")
+        return found
+
+    def _ask_for_content(self, get: Callable[[Any], Any], name: str) -> Any:
+        """Ask again if the answer breaks off: nothing of it was used."""
+        give_up = time.monotonic() + self.retry_seconds
+        pause, longest = _BACKOFF_SECONDS
+        while True:
+            try:
+                return self._ask(get, "get", name)
+            except (PermanentError, FileNotFoundError, PermissionError):
+                raise
+            except OSError:
+                wait = random.uniform(pause / 2, pause)  # noqa: S311 - no secret
+                if time.monotonic() + wait > give_up:
+                    raise
+                time.sleep(wait)
+                pause = min(longest, pause * 2)
+
+    def _ask(self, request: Callable[[Any], Any], verb: str, name: str) -> Any:
+        with self._lock:
+            self.requests += 1
+        is_known = self._identity in _answered
+        try:
+            found = request(self._patient if is_known else self._brisk)
+        except (self._errors.BaseError, FileNotFoundError) as error:
+            if is_known or _status(error) is None or not _may_pass(error):
+                raise self._explained(error, verb, name, is_known) from None
+            # There is a server, which is to be waited for.
+            found = self.guarded(lambda: request(self._patient), verb, name)
+        _answered.add(self._identity)
+        return found
+
+    def open_upload(self, path: str, name: str, part_bytes: int) -> Upload:
+        """An object that is uploaded in parts."""
+        return Upload(self, path, name, part_bytes)
+
+    def start_upload(self, path: str, part_bytes: int) -> Any:
+        return self._api.open_writer(
+            self._patient, path, buffer_size=part_bytes, max_concurrency=self.concurrency
+        )
+
+    def count(self, requests: int) -> None:
+        with self._lock:
+            self.requests += requests
+
+    def guarded(self, work: Callable[[], Any], verb: str, name: str) -> Any:
+        """Do something that makes requests; its errors say what to do."""
+        try:
+            return work()
+        except (self._errors.BaseError, FileNotFoundError) as error:
+            raise self._explained(error, verb, name, is_known=True) from None
+
+    def _explained(self, error: Exception, verb: str, name: str, is_known: bool) -> Exception:
+        """The same error in words that help, and without what the server said."""
+        status, code = _status(error), _CODE.search(str(error))
+        said = " ".join(filter(None, [str(status or ""), code[1] if code else ""]))
+        said = f" ({said})" if said else ""
+        errors = self._errors
+        if code is not None and code[1] in ("NoSuchBucket", "ContainerNotFound"):
+            return PermanentError(
+                errno.ENXIO,
+                f"the bucket does not exist{said}. Make it, or correct the URL",
+                self.root,
+            )
+        if isinstance(error, FileNotFoundError | errors.NotFoundError) or status == 404:
+            return FileNotFoundError(errno.ENOENT, f"there is no such object{said}", name)
+        if isinstance(error, errors.AlreadyExistsError):
+            return FileExistsError(errno.EEXIST, "there is such an object already", name)
+        if isinstance(error, errors.PreconditionError) or status == 412:
+            return VersionConflict(f"{name} has changed")
+        if isinstance(error, errors.PermissionDeniedError | errors.UnauthenticatedError) or (
+            status in (401, 403)
+        ):
+            return PermissionError(
+                errno.EACCES,
+                f"the store refuses to {_WORDS[verb]}{said}. Check the credentials, the region and "
+                "what they may do with this bucket",
+                name,
+            )
+        if isinstance(error, errors.NotSupportedError) or status == 501:
+            unsupported = PermanentError(errno.ENOTSUP, f"the store cannot do that{said}", name)
+            unsupported.is_unsupported = True
+            return unsupported
+        if status is not None and not _may_pass(error):
+            return PermanentError(errno.EINVAL, f"the store refuses to {_WORDS[verb]}{said}", name)
+        if not is_known and status is None and not _is_answer(error):
+            return PermanentError(
+                errno.EHOSTUNREACH,
+                f"nothing answers at {without_secrets(self._identity[1]) or 'its endpoint'}. Check "
+                "the endpoint and the network",
+                name,
+            )
+        return OSError(
+            errno.EIO,
+            f"the store did not {_WORDS[verb]}{said} within {self.retry_seconds:.0f} s, although "
+            "it was asked again and again. Look after it, or raise retry_seconds",
+            name,
+        )
+
+
+_WORDS = {
+    "get": "read this",
+    "head": "show this",
+    "list": "list this",
+    "put": "write this",
+    "delete": "delete this",
+    "copy": "copy this",
+}
+
+
+class Upload:
+    """An upload in parts, which ends as an object or as nothing."""
+
+    def __init__(self, clients: Clients, path: str, name: str, part_bytes: int) -> None:
+        self._clients, self._name, self._part_bytes = clients, name, part_bytes
+        self._stream = clients.start_upload(path, part_bytes)
+        self._nbytes = 0
+
+    def write(self, data: memoryview) -> None:
+        self._clients.guarded(lambda: self._stream.write(data), "put", self._name)
+        self._nbytes += len(data)
+
+    def close(self) -> None:
+        self._clients.guarded(self._stream.close, "put", self._name)
+        # One to begin, one to end.
+        self._clients.count(-(-self._nbytes // self._part_bytes) + 2)
+
+    def abort(self) -> None:
+        """Leave nothing on the server."""
+        stream, reason = self._stream, OSError(errno.ECANCELED, "the upload was given up")
+        self._clients.guarded(lambda: stream.__exit__(OSError, reason, None), "put", self._name)
+
+
+def _root_of(url: str) -> str:
+    scheme = scheme_of(url)
+    bucket = without_secrets(url)[len(scheme) + 3 :].partition("/")[0]
+    if not bucket:
+        raise ValueError(f"{without_secrets(url)} names no bucket: use {scheme}://bucket/name")
+    return f"{scheme}://{bucket}"
+
+
+def _endpoint() -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status of an answer; None if there was none."""
+    match = _STATUS.search(str(error))
+    return int(match[1]) if match else None
+
+
+def _is_answer(error: Exception) -> bool:
+    """Whether the server has answered, if only in part."""
+    return "error sending request" not in str(error)
+
+
+def _may_pass(error: Exception) -> bool:
+    status = _status(error)
+    return status is None or status in (408, 429) or (status >= 500 and status != 501)

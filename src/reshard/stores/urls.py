@@ -1,0 +1,48 @@
+"""Places that are named by a URL, or by a path of this machine."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?=://)")
+
+
+def scheme_of(place: object) -> str:
+    """The scheme of a URL, in lower case; empty for a path."""
+    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    match = _SCHEME.match(text) if isinstance(text, str) else None
+    return match[0].lower() if match else ""
+
+
+def without_secrets(url: str) -> str:
+    """A URL as it may be shown: no password, and no query, which may hold a signature."""
+    shown = re.sub(r"(?<=://)([^/@]*?):[^/@]*@", r"\1@", url)
+    return shown.partition("?")[0] if "://" in shown else shown
+
+
+def relative_location(own: str, other: str) -> str:
+    """The place `other` as seen from `own`; ValueError if it lies within, or somewhere else."""
+    (scheme, names), (other_scheme, other_names) = _split(own), _split(other)
+    if scheme != other_scheme:
+        raise ValueError(f"{without_secrets(other)} is on another store than {own}")
+    if names == other_names:
+        return "."
+    if other_names[: len(names)] == names:
+        raise ValueError(f"{without_secrets(other)} lies within {own}")
+    parent = posixpath.relpath("/" + "/".join(other_names[:-1]), "/" + "/".join(names))
+    return f"{parent}/{other_names[-1]}"
+
+
+def location_at(own: str, location: str) -> str:
+    """The place that `relative_location` gave a location for."""
+    scheme, names = _split(f"{own}/{location}")
+    return f"{scheme or '/'}{'/'.join(names)}"
+
+
+def _split(place: str) -> tuple[str, list[str]]:
+    """The scheme of a location, empty for a path of this machine, and the names in it."""
+    scheme, mark, rest = place.rpartition("://")
+    path = posixpath.normpath(f"/{rest}") if mark else os.path.abspath(rest)
+    return f"{scheme}{mark}", [name for name in path.split("/") if name]
