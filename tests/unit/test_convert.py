@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert import copying, safetensors
 from reshard.convert.drafts import new_token
 from reshard.foreign.safetensors import DTYPES
+from reshard.stores.local import LocalStore
 from support.ranks import run_ranks
 
 
@@ -279,6 +281,28 @@ def test_an_interrupt_leaves_nothing_behind_and_what_was_there(
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("at", range(1, 4))
+def test_an_export_that_is_interrupted_while_it_is_published_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    place = save(tmp_path, a=bits(100), b=bits(100))
+    reshard.convert(place, tmp_path / "hf", "huggingface", keys="a")
+    rename, calls = LocalStore.rename, []
+
+    def interrupted(self: LocalStore, key: str, new_key: str) -> None:
+        rename(self, key, new_key)
+        calls.append(key)
+        if len(calls) == at:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(LocalStore, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(place, tmp_path / "hf", "huggingface", max_shard_size=400, overwrite=True)
+
+    assert len(list((tmp_path / "hf").iterdir())) == 3
+    assert same_bits(reshard.read_state_dict(tmp_path / "hf")["b"], bits(100))
 
 
 def test_what_a_killed_export_left_is_cleared_by_the_next(tmp_path: Path) -> None:

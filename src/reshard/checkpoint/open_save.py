@@ -30,6 +30,7 @@ from reshard.checkpoint.directory import (
 )
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.engine.reading import Verify
+from reshard.engine.workers import run_uninterrupted
 from reshard.format.tables import Manifest
 from reshard.stores.protocol import Store, VersionConflict
 
@@ -77,6 +78,9 @@ class OpenSave:
 
     def create_place(self) -> None:
         """Make the place; it is removed again if the save fails."""
+        run_uninterrupted(self._create_place)
+
+    def _create_place(self) -> None:
         self.made_place |= self.store.create()
 
     def check_may_write(self, overwrite: bool) -> None:
@@ -153,7 +157,10 @@ class OpenSave:
             raise self.removed() from error
 
     def commit(self, manifest: bytes, used: Collection[str]) -> None:
-        """Publish the manifest, and clear up behind it."""
+        """Publish the manifest, and clear up behind it. An interrupt comes before or after."""
+        run_uninterrupted(lambda: self._commit(manifest, used))
+
+    def _commit(self, manifest: bytes, used: Collection[str]) -> None:
         store = self.store
         if self._claim is None:
             raise CheckpointException(f"the save to {store.location} was never begun")
@@ -171,6 +178,9 @@ class OpenSave:
 
     def discard(self, is_coordinator: bool) -> None:
         """Remove the files of a save that failed, unless it was committed all the same."""
+        run_uninterrupted(lambda: self._discard(is_coordinator))
+
+    def _discard(self, is_coordinator: bool) -> None:
         # The claim first: without it nothing can be committed any more.
         unneeded = [*([self._claim] if self._claim else []), *self.written]
         self._claim, self.written = None, []

@@ -18,7 +18,7 @@ from reshard.convert.selection import Picked
 from reshard.coordination.channel import Channel
 from reshard.coordination.exchange import TextExchange
 from reshard.engine.progress import watched
-from reshard.engine.workers import default_threads, run_all
+from reshard.engine.workers import default_threads, run_all, run_uninterrupted
 from reshard.foreign.safetensors import DTYPES, INDEX, SUFFIX
 from reshard.format.container import Entry, build_header
 from reshard.stores.protocol import Store
@@ -117,7 +117,9 @@ class Export:
         try:
             # All try to remove a place that they made, since the last to leave can.
             made = channel.exchange(
-                TextExchange("create"), self._create, lambda each: [max(each)] * len(each)
+                TextExchange("create"),
+                lambda: run_uninterrupted(self._create),
+                lambda each: [max(each)] * len(each),
             )
             self._made_place = bool(made)
             own = _share(self._files, channel.world_size)[channel.rank]
@@ -126,7 +128,7 @@ class Export:
                 "publish", lambda: self._publish(index) if channel.is_coordinator else None
             )
         except BaseException:
-            self._discard()
+            run_uninterrupted(self._discard)
             raise
 
     def _create(self) -> str:

@@ -27,7 +27,7 @@ from reshard.convert.selection import Picked, Selection, check_plain, pick_tenso
 from reshard.engine.memory import ReservedAddresses, byte_view, tensor_in
 from reshard.engine.progress import watched
 from reshard.engine.torch_writing import is_savable
-from reshard.engine.workers import default_threads, run_all
+from reshard.engine.workers import default_threads, run_all, run_uninterrupted
 from reshard.format.torch_files import decode_stored
 from reshard.stores.owners import OWNER, is_alive
 from reshard.tensors.flatten import put_empties
@@ -102,10 +102,16 @@ class TorchFile:
             with _Archive(path) as archive:
                 self._fill(archive, shows_progress)
                 archive.sync()
-            os.replace(path, self._target)
-            _sync_folder(folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            run_uninterrupted(lambda: self._publish(draft))
+        except BaseException:
+            run_uninterrupted(lambda: shutil.rmtree(draft, ignore_errors=True))
+            raise
+
+    def _publish(self, draft: Path) -> None:
+        """Give the file its name. An interrupt comes before or after."""
+        os.replace(draft / self._target.name, self._target)
+        shutil.rmtree(draft, ignore_errors=True)
+        _sync_folder(self._target.parent)
 
     def _fill(self, archive: _Archive, shows_progress: bool) -> None:
         total = sum(tensor.nbytes for tensor in self._picked)
