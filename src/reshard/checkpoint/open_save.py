@@ -156,11 +156,16 @@ class OpenSave:
         except FileNotFoundError as error:
             raise self.removed() from error
 
-    def commit(self, manifest: bytes, used: Collection[str]) -> None:
-        """Publish the manifest, and clear up behind it. An interrupt comes before or after."""
-        run_uninterrupted(lambda: self._commit(manifest, used))
+    def commit(
+        self, manifest: bytes, used: Collection[str], replaced: Collection[str] = ()
+    ) -> None:
+        """Publish the manifest, and clear up behind it. An interrupt comes before or after.
 
-    def _commit(self, manifest: bytes, used: Collection[str]) -> None:
+        `replaced` are files of a checkpoint that was here, and is not one of ours.
+        """
+        run_uninterrupted(lambda: self._commit(manifest, used, replaced))
+
+    def _commit(self, manifest: bytes, used: Collection[str], replaced: Collection[str]) -> None:
         store = self.store
         if self._claim is None:
             raise CheckpointException(f"the save to {store.location} was never begun")
@@ -174,7 +179,7 @@ class OpenSave:
         except FileNotFoundError as error:
             raise self.removed() from error
         self._claim, self.written = None, []
-        remove_debris(store, version, self.save_id, used)
+        remove_debris(store, version, self.save_id, used, replaced)
 
     def discard(self, is_coordinator: bool) -> None:
         """Remove the files of a save that failed, unless it was committed all the same."""

@@ -92,7 +92,8 @@ def export_safetensors(
             store = LocalStore(target)
             files, notes = _plan(tensors, settings, store)
             index = make_index(files) if len(files) > 1 else None
-            Export(tensors, store, files, token).run(channel, notes, index)
+            export = Export(tensors, store, files, token, replaces_checkpoint=True)
+            export.run(channel, notes, index)
 
 
 def export_torch_file(
