@@ -10,12 +10,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.operations.comparison import Comparison, compare
-from reshard.operations.conversion import (
-    ConversionSettings,
-    export_safetensors,
-    export_torch_file,
-    save_again,
-)
+from reshard.operations.conversion import ConversionSettings
+from reshard.operations.conversion import convert as convert_checkpoint
 from reshard.operations.ranks import Ranks
 from reshard.operations.upkeep import delete as _delete
 from reshard.operations.upkeep import make_whole
@@ -87,15 +83,7 @@ def convert(
     settings = ConversionSettings(
         keys, exclude, rename, dtype, max_shard_size, overwrite, allow_pickle
     )
-    ranks = Ranks(process_group, no_dist)
-    if format == "huggingface":
-        export_safetensors(source, destination, settings, ranks)
-    elif format == "torch":
-        export_torch_file(source, destination, settings, ranks)
-    elif format in ("reshard", "dcp"):
-        save_again(source, destination, settings, ranks, format)
-    else:
-        raise ValueError(f"format is 'reshard', 'huggingface', 'dcp' or 'torch', not {format!r}")
+    convert_checkpoint(source, destination, format, settings, Ranks(process_group, no_dist))
 
 
 def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:

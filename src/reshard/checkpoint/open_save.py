@@ -21,6 +21,7 @@ from reshard.checkpoint.announcements import announcer, deletions_in
 from reshard.checkpoint.debris import remove_debris
 from reshard.checkpoint.directory import (
     MANIFEST,
+    check_may_be_made,
     claim_name,
     claim_text,
     delete_quietly,
@@ -81,7 +82,11 @@ class OpenSave:
         run_uninterrupted(self._create_place)
 
     def _create_place(self) -> None:
-        self.made_place |= self.store.create()
+        try:
+            self.made_place |= self.store.create()
+        except (FileExistsError, NotADirectoryError):
+            check_may_be_made(self.store.location)
+            raise
 
     def check_may_write(self, overwrite: bool) -> None:
         if not overwrite and has_checkpoint(self.store):

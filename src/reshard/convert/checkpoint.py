@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from reshard.api import CoverageError
+from reshard.api import CoverageError, StateDictError
 from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.copying import regions_of
-from reshard.convert.selection import Selection, check_plain, pick_tensors
+from reshard.convert.selection import Selection, check_plain, check_savable, pick_tensors
 from reshard.default_planner import DefaultSavePlanner
 from reshard.metadata import STATE_DICT_TYPE, StorageMeta
 from reshard.planner import SavePlan, WriteItem, WriteItemType
@@ -48,7 +48,7 @@ class StoredPlanner(DefaultSavePlanner):
         m = self._source.manifest
         self.is_coordinator = is_coordinator
         self.state_dict = {}
-        names = self._selection.names([*m.tensor_names, *m.value_names])
+        names = self._selection.names(self._source)
         self._values = {names[name]: row for row, name in enumerate(m.value_names) if name in names}
         if not self.takes_composites:
             check_plain(self._values, self._source.location, "a checkpoint of DCP")
@@ -58,6 +58,8 @@ class StoredPlanner(DefaultSavePlanner):
 
     def _build_items(self, names: Mapping[str, str]) -> WriteItems:
         picked, others = pick_tensors(self._source, names, self._selection)
+        if not self.takes_composites:
+            check_savable(picked, self._source.location)
         by_name = {tensor.name: tensor for tensor in picked}
         builder, m = RowBuilder(), self._source.manifest
         first_rows: dict[str, int] = {}
@@ -106,7 +108,10 @@ class StoredPlanner(DefaultSavePlanner):
 
 
 def renamed_paths(stored: Any, names: Mapping[str, str]) -> PathMap:
-    """The paths of what is saved. Parts that a new name ends with stay what they are."""
+    """The paths of what is saved, by stored `names` and their new ones.
+
+    Parts that a new name ends with stay what they are.
+    """
     paths = PathMap()
     if not isinstance(stored, PathMap):
         return paths
@@ -128,7 +133,7 @@ def _check_containers(paths: PathMap) -> None:
             is_list = isinstance(path[depth], int)
             known, other = kinds.setdefault(path[:depth], (is_list, name))
             if known != is_list:
-                raise ValueError(
+                raise StateDictError(
                     f"rename makes a list and a dict of {'.'.join(map(str, path[:depth]))!r}, by "
                     f"{other!r} and {name!r}. Choose other names"
                 )

@@ -9,9 +9,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from reshard.api import CheckpointExistsError, UnsupportedFormatError
+from reshard.api import CheckpointExistsError, PlanError, UnsupportedFormatError
 from reshard.checkpoint.debris import check_deletable, delete_checkpoint
-from reshard.checkpoint.directory import MANIFEST, delete_quietly, has_foreign_manifest, put_new
+from reshard.checkpoint.directory import (
+    MANIFEST,
+    check_may_be_made,
+    delete_quietly,
+    has_foreign_manifest,
+    put_new,
+)
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.copying import Destination, copy_tasks
 from reshard.convert.drafts import draft_name, publish, remove_dead_drafts
@@ -38,7 +44,10 @@ def parse_size(size: int | str) -> int:
         return size
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"{size!r} is not a size: pass a number of bytes, or a text such as '5GB'")
+        raise PlanError(
+            f"max_shard_size={size!r} is not a size: pass a number of bytes, or a text such as "
+            "'5GB'"
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -199,6 +208,7 @@ def is_export(key: str) -> bool:
 
 def check_may_export(target: Store, overwrite: bool) -> None:
     """Refuse to replace an older export, or a checkpoint, unless that is wanted."""
+    check_may_be_made(target.location)
     keys = target.list()
     found = [key for key in keys if is_export(key)]
     if found and not overwrite:

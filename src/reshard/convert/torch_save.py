@@ -12,21 +12,27 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from reshard.api import CheckpointException, CheckpointExistsError, UnsupportedFormatError
+from reshard.api import CheckpointException, CheckpointExistsError
+from reshard.checkpoint.directory import file_above
 from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.checkpoint import renamed_paths
 from reshard.convert.copying import Destination, copy_tasks
-from reshard.convert.selection import Picked, Selection, check_plain, pick_tensors
+from reshard.convert.selection import (
+    Picked,
+    Selection,
+    check_plain,
+    check_savable,
+    pick_tensors,
+)
 from reshard.engine.memory import ReservedAddresses, byte_view, tensor_in
 from reshard.engine.progress import watched
-from reshard.engine.torch_writing import is_savable
 from reshard.engine.workers import default_threads, run_all, run_uninterrupted
 from reshard.format.torch_files import decode_stored
 from reshard.stores.owners import OWNER, is_alive
@@ -51,9 +57,10 @@ class TorchFile:
         self._source = source
         self._target = target
         m = source.manifest
-        names = selection.names([*m.tensor_names, *m.value_names])
+        names = selection.names(source)
         self._picked, others = pick_tensors(source, names, selection)
-        self._check_holdable(names)
+        check_savable(self._picked, source.location)
+        check_plain(names, source.location, "a file of torch.save")
         # Must live as long as the tensors in it.
         self._addresses = ReservedAddresses(sum(map(_room_for, self._picked)))
         blanks = _make_blanks(self._picked, self._addresses)
@@ -74,16 +81,6 @@ class TorchFile:
             for tensor in self._picked
             if tensor.nbytes
         }
-
-    def _check_holdable(self, names: Mapping[str, str]) -> None:
-        where = self._source.location
-        for tensor in self._picked:
-            if not is_savable(tensor.dtype):
-                raise UnsupportedFormatError(
-                    f"torch.save cannot write {tensor.name!r} of {where}, whose dtype is "
-                    f"{tensor.dtype}. Leave it out with exclude"
-                )
-        check_plain(names, where, "a file of torch.save")
 
     def write(self, token: str, shows_progress: bool) -> None:
         """Write the file under a temporary name, and give it its own when it is complete.
@@ -150,6 +147,10 @@ def check_may_write(target: Path, overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{target} is a directory: a file of torch.save needs a name, such as "
             f"{str(target / 'model.pt')!r}"
+        )
+    if above := file_above(target):
+        raise CheckpointExistsError(
+            f"{str(above)!r} is a file, so that {target} cannot be. Choose another place"
         )
     if not target.parent.is_dir():
         raise CheckpointException(
