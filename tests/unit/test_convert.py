@@ -199,8 +199,10 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("format", "below"),
-    [(format, below) for format in FORMATS for below in ("", "/below", "/far/below")][:-3]
-    + [("torch", "/below"), ("torch", "/far/below")],
+    [
+        *((format, below) for format in FORMATS for below in ("/below", "/far/below")),
+        *((format, "") for format in FORMATS if format != "torch"),
+    ],
 )
 def test_a_file_is_no_place_for_a_directory_and_stays(
     tmp_path: Path, format: Any, below: str
@@ -271,6 +273,44 @@ def test_no_keys_are_not_all_keys(tmp_path: Path) -> None:
     reshard.convert(place, tmp_path / "out", "reshard", keys=[])
 
     assert reshard.read_state_dict(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("format", ["reshard", "dcp", "torch"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"keys": ["a"]}, {"a": {"w": 1, "none": {}}}),
+        ({"keys": ["a", "b"]}, {"a": {"w": 1, "none": {}}, "b": {}}),
+        ({"keys": ["a.w"]}, {"a": {"w": 1}}),
+        ({"exclude": ["b", "*.none"]}, {"a": {"w": 1}, "c": 2}),
+        (
+            {"rename": {"a": "x.y", "b": "z"}},
+            {"x": {"y": {"w": 1, "none": {}}}, "z": {}, "c": 2},
+        ),
+        ({"rename": {"b": "c"}, "keys": ["b"]}, {"c": {}}),
+    ],
+    ids=str,
+)
+def test_empty_dicts_are_chosen_and_renamed_like_anything_else(
+    tmp_path: Path, format: Any, options: Any, expected: Any
+) -> None:
+    place = save(tmp_path, a={"w": 1, "none": {}}, b={}, c=2)
+
+    reshard.convert(place, tmp_path / "out", format, **options)
+
+    found = reshard.read_state_dict(tmp_path / "out")
+    if format == "dcp":
+        # Which has no place for them.
+        expected = without_empty_dicts(expected)
+    assert found == expected
+
+
+def without_empty_dicts(state: dict[str, Any]) -> dict[str, Any]:
+    cleared = {
+        key: without_empty_dicts(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+    }
+    return {key: value for key, value in cleared.items() if value != {}}
 
 
 def save_a_part(folder: str) -> None:

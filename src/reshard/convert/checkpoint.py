@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class StoredPlanner(DefaultSavePlanner):
         if not self.takes_composites:
             check_plain(self._values, self._source.location, "a checkpoint of DCP")
         stored = unpack_planner_data(m.planner_data, self._source.location, allow_pickle=False)
-        self.mappings = renamed_paths(stored, names)
+        self.mappings = renamed_paths(stored, names, self._selection)
         self._items = self._build_items(names)
 
     def _build_items(self, names: Mapping[str, str]) -> WriteItems:
@@ -107,7 +107,7 @@ class StoredPlanner(DefaultSavePlanner):
         return region.to(data.properties.dtype)
 
 
-def renamed_paths(stored: Any, names: Mapping[str, str]) -> PathMap:
+def renamed_paths(stored: Any, names: Mapping[str, str], selection: Selection) -> PathMap:
     """The paths of what is saved, by stored `names` and their new ones.
 
     Parts that a new name ends with stay what they are.
@@ -120,9 +120,16 @@ def renamed_paths(stored: Any, names: Mapping[str, str]) -> PathMap:
             new = names[name]
             paths[new] = path if new == name else _renamed_path(path, new)
     _check_containers(paths)
-    if list(names) == list(names.values()):
-        paths.empties = stored.empties
+    paths.empties = tuple(_renamed_empties(stored.empties, selection))
     return paths
+
+
+def _renamed_empties(empties: Iterable[StatePath], selection: Selection) -> Iterator[StatePath]:
+    for path in empties:
+        name = ".".join(map(str, path))
+        if selection.is_wanted(name):
+            new = selection.new_name(name)
+            yield path if new == name else _renamed_path(path, new)
 
 
 def _check_containers(paths: PathMap) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from reshard.api import MissingKeyError, StateDictError, UnsupportedFormatError
+from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.engine.torch_writing import is_savable
 from reshard.plans.mismatches import describe_missing
@@ -48,8 +49,9 @@ class Selection:
         """The new name of each stored name that is wanted."""
         stored = [*source.manifest.tensor_names, *source.manifest.value_names]
         wanted = [name for name in stored if self.is_wanted(name)]
+        known = (*stored, *_names_of_empty_dicts(source)) if self.keys else ()
         for key in self.keys or ():
-            if not any(name == key or name.startswith(f"{key}.") for name in stored):
+            if not any(name == key or name.startswith(f"{key}.") for name in known):
                 raise MissingKeyError(f"{source.location}: {describe_missing([key], stored)}")
         new: dict[str, str] = {}
         owners: dict[str, str] = {}
@@ -81,6 +83,12 @@ class Selection:
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """What a tensor of `dtype` becomes."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+
+def _names_of_empty_dicts(source: StoredTensors) -> list[str]:
+    data = source.manifest.planner_data
+    paths = unpack_planner_data(data, source.location, allow_pickle=False)
+    return [".".join(map(str, path)) for path in getattr(paths, "empties", ())]
 
 
 def _check_nesting(owners: Mapping[str, str]) -> None:

@@ -70,7 +70,7 @@ class TorchFile:
             if name in names:
                 flat[names[name]] = decode_stored(name, source.value(row), allow_pickle)
         stored = unpack_planner_data(m.planner_data, source.location, allow_pickle=False)
-        paths = renamed_paths(stored, names)
+        paths = renamed_paths(stored, names, selection)
         self._state: dict[str, Any] = {}
         # In the order in which it was saved, as far as that is known.
         order = [*(name for name in paths if name in flat), *(n for n in flat if n not in paths)]
