@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -412,7 +413,7 @@ def test_an_export_that_is_interrupted_while_it_is_published_is_published(
         rename(self, key, new_key)
         calls.append(key)
         if len(calls) == at:
-            signal.raise_signal(signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     monkeypatch.setattr(LocalStore, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from reshard.engine import workers
 from reshard.engine.workers import run_all, run_uninterrupted
 
 
 def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+    """What Ctrl-C does, from whichever thread."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -32,26 +32,87 @@ def handler(called: threading.Event) -> Iterator[None]:
         signal.signal(signal.SIGINT, older)
 
 
-def test_an_interrupt_cancels_the_tasks_that_have_not_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    count = 20_000
+def test_an_interrupt_cancels_the_tasks_that_have_not_begun() -> None:
     begun: list[int] = []
     interrupted = threading.Event()
 
     def work(task: int) -> None:
         begun.append(task)
+        if task == 0:
+            interrupt()
         interrupted.wait(10)
 
-    def interrupted_wait(*args: object, **options: object) -> None:
-        interrupted.set()
-        raise KeyboardInterrupt
+    with handler(interrupted), pytest.raises(KeyboardInterrupt):
+        run_all(work, range(100_000), 2)
 
-    monkeypatch.setattr(workers, "wait", interrupted_wait)
+    assert len(begun) < 100_000
+
+
+def test_running_tasks_are_done_before_an_interrupt_is_raised() -> None:
+    done: list[bool] = []
+    interrupted = threading.Event()
+
+    def work(task: int) -> None:
+        if task == 0:
+            interrupt()
+            done.append(interrupted.wait(10))
+
+    with handler(interrupted), pytest.raises(KeyboardInterrupt):
+        run_all(work, range(2), 2)
+
+    assert done == [True]
+
+
+def test_the_first_error_ends_the_work() -> None:
+    begun: list[int] = []
+
+    def work(task: int) -> None:
+        begun.append(task)
+        raise LookupError(str(task))
+
+    with pytest.raises(LookupError):
+        run_all(work, range(1000), 4)
+
+    assert len(begun) <= 4
+
+
+def test_every_task_is_done_once() -> None:
+    done: list[int] = []
+
+    run_all(done.append, range(1000), 4)
+
+    assert sorted(done) == list(range(1000))
+
+
+def test_an_error_that_an_interrupt_led_to_is_the_interrupt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def broken(self: threading.Thread) -> None:
+        start(self)
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    monkeypatch.setattr(threading.Thread, "start", broken)
     with pytest.raises(KeyboardInterrupt):
-        run_all(work, range(count), 2)
+        run_all(lambda task: None, range(3), 2)
 
-    assert len(begun) < count
+
+def test_an_error_while_an_interrupt_is_being_handled_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", broken)
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(RuntimeError, match="can't start"):
+            run_all(lambda task: None, range(3), 2)
 
 
 def test_work_is_done_before_an_interrupt_is_raised() -> None:

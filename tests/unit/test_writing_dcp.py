@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import signal
+import threading
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -453,7 +454,7 @@ def test_an_interrupt_of_the_commit_comes_when_it_is_done(
 
     def interrupted(self: LocalStore, *args: Any) -> str:
         version = rename(self, *args)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return version
 
     monkeypatch.setattr(LocalStore, "commit", interrupted)
@@ -471,7 +472,7 @@ def test_an_interrupt_right_after_the_place_was_made_leaves_none(
 
     def interrupted(self: LocalStore) -> bool:
         made = create(self)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return made
 
     monkeypatch.setattr(LocalStore, "create", interrupted)

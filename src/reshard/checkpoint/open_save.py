@@ -79,14 +79,18 @@ class OpenSave:
 
     def create_place(self) -> None:
         """Make the place; it is removed again if the save fails."""
-        run_uninterrupted(self._create_place)
-
-    def _create_place(self) -> None:
         try:
-            self.made_place |= self.store.create()
+            if self.made_place or self.store.list():
+                # Was there before, and so is never removed.
+                self.store.create()
+            else:
+                run_uninterrupted(self._create_place)
         except (FileExistsError, NotADirectoryError):
             check_may_be_made(self.store.location)
             raise
+
+    def _create_place(self) -> None:
+        self.made_place |= self.store.create()
 
     def check_may_write(self, overwrite: bool) -> None:
         if not overwrite and has_checkpoint(self.store):

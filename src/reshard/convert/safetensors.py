@@ -139,7 +139,13 @@ class Export:
             own = _share(self._files, channel.world_size)[channel.rank]
             channel.do_together("export", lambda: self._write(own, notes, channel.is_coordinator))
             channel.do_together(
-                "publish", lambda: self._publish(index) if channel.is_coordinator else None
+                "publish",
+                # All of it, so that an older checkpoint does not stay beside the new files.
+                lambda: (
+                    run_uninterrupted(lambda: self._publish(index))
+                    if channel.is_coordinator
+                    else None
+                ),
             )
         except BaseException:
             run_uninterrupted(self._discard)
@@ -190,7 +196,7 @@ class Export:
         self._written.clear()
         if self._replaces_checkpoint:
             # Until its manifest is gone, readers find what was there before.
-            run_uninterrupted(lambda: _remove_checkpoint(self._target))
+            _remove_checkpoint(self._target)
 
     def _discard(self) -> None:
         delete_quietly(self._target, self._written)

@@ -1,12 +1,19 @@
-"""Threads: for work that runs outside the GIL, and for work that no interrupt may cut short."""
+"""Threads: for work that runs outside the GIL, and for work that no interrupt may cut short.
+
+Whoever waits for one waits for a plain lock: an interrupt within an event, a condition or a future
+may leave it locked for ever, or raise another error.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
+
+from reshard.api import _interrupt_behind
 
 T = TypeVar("T")
 
@@ -18,24 +25,31 @@ def default_threads() -> int:
 
 
 def run_all(work: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
-    """Do `work` for each task; the first error ends it, once running tasks are done."""
-    tasks = list(tasks)
-    if threads <= 1 or len(tasks) <= 1:
-        for task in tasks:
+    """Do `work` for each task; the first error ends it, once running tasks are done.
+
+    So does an interrupt. A second one does not wait for running tasks.
+    """
+    todo = deque(tasks)
+    if threads <= 1 or len(todo) <= 1:
+        for task in todo:
             work(task)
         return
-    with ThreadPoolExecutor(min(threads, len(tasks)), thread_name_prefix="reshard-io") as pool:
+    errors: list[BaseException] = []
+
+    def run() -> None:
         try:
-            futures = [pool.submit(work, task) for task in tasks]
-            done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException:
-            # Else an interrupt would come through only when all tasks are done.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        for future in pending:
-            future.cancel()
-        for future in done:
-            future.result()
+            while not errors:
+                try:
+                    task = todo.popleft()
+                except IndexError:
+                    return
+                work(task)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    _run_threads([run] * min(threads, len(todo)), "reshard-io", todo.clear)
+    if errors:
+        raise errors[0]
 
 
 def run_uninterrupted(work: Callable[[], T]) -> T:
@@ -46,29 +60,60 @@ def run_uninterrupted(work: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    # Locks, since an interrupt may leave those within events and futures locked for ever.
-    turn, busy = threading.Lock(), threading.Lock()
     results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
-        if turn.acquire(blocking=False):
-            try:
-                results.append(work())
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-            finally:
-                busy.release()
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
 
-    busy.acquire()
-    try:
-        threading.Thread(target=run, name="reshard-uninterrupted", daemon=True).start()
-        busy.acquire()
-    except BaseException:
-        has_begun = not turn.acquire(blocking=False)
-        if has_begun and not results and not errors:
-            busy.acquire()
-        raise
+    _run_threads([run], "reshard-uninterrupted", lambda: None)
     if errors:
         raise errors[0]
     return results[0]
+
+
+def _run_threads(works: Iterable[Callable[[], None]], name: str, stop: Callable[[], None]) -> None:
+    """Do each of `works` in a thread of its own, and wait for all that have begun.
+
+    At an interrupt `stop` is called, and those that have not begun never will.
+    """
+    handled = sys.exc_info()[1]
+    gate, is_open = threading.Lock(), [True]
+    begun: list[threading.Lock] = []
+
+    def run(work: Callable[[], None], busy: threading.Lock) -> None:
+        with gate:
+            if not is_open[0]:
+                return
+            begun.append(busy)
+        try:
+            work()
+        finally:
+            busy.release()
+
+    started: list[threading.Lock] = []
+    try:
+        for work in works:
+            busy = threading.Lock()
+            busy.acquire()
+            threading.Thread(target=run, args=(work, busy), name=name, daemon=True).start()
+            started.append(busy)
+        _wait_for(started)
+    except BaseException as error:
+        stop()
+        with gate:
+            is_open[0] = False
+        _wait_for(begun)
+        interrupt = _interrupt_behind(error, handled)
+        if interrupt is None:
+            raise
+        raise interrupt from None
+
+
+def _wait_for(locks: Iterable[threading.Lock]) -> None:
+    for lock in locks:
+        with lock:
+            pass
