@@ -78,7 +78,14 @@ def convert(
     Data is streamed: memory does not depend on the size of the model, some hundreds of megabytes
     at most. Checksums that the source has are compared on the way. With a process group, all of
     its ranks call this and share the work. If anything fails, or is interrupted, nothing is left
-    behind and what was at the destination before is still there.
+    behind and what was at the destination before is still there. With `overwrite`, that is replaced
+    when the new one is complete: a file, or a checkpoint of ours or of DCP with all of its files.
+    Plain safetensors files are replaced by `"huggingface"`, and otherwise stay beside the new
+    checkpoint. Ctrl-C is raised as `KeyboardInterrupt`.
+
+    Raises `StateDictError` for names that collide, `PlanError` for other arguments that cannot be
+    used, `UnsupportedFormatError` for what the format cannot hold, and `CheckpointExistsError` for
+    a destination that is taken: before anything is written, and the same for every format.
     """
     settings = ConversionSettings(
         keys, exclude, rename, dtype, max_shard_size, overwrite, allow_pickle
