@@ -323,6 +323,20 @@ def _is_internal(filename: str) -> bool:
     return filename.startswith(_STANDARD_LIBRARY) and "-packages" not in filename
 
 
+def _interrupt_behind(error: BaseException, handled: BaseException | None) -> BaseException | None:
+    """The interrupt that led to `error`, if one did.
+
+    Code that is cut off may fail at its clearing up, and raise that instead. `handled` is what was
+    being handled before: it led to nothing here.
+    """
+    found: BaseException | None = error
+    while found is not None and found is not handled:
+        if not isinstance(found, Exception):
+            return found
+        found = None if found.__suppress_context__ else found.__context__
+    return None
+
+
 @contextlib.contextmanager
 def _note_on_error(what: str) -> Iterator[None]:
     """Add a note that says what user code was running."""

@@ -10,12 +10,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.operations.comparison import Comparison, compare
-from reshard.operations.conversion import (
-    ConversionSettings,
-    export_safetensors,
-    export_torch_file,
-    save_again,
-)
+from reshard.operations.conversion import ConversionSettings
+from reshard.operations.conversion import convert as convert_checkpoint
 from reshard.operations.ranks import Ranks
 from reshard.operations.upkeep import delete as _delete
 from reshard.operations.upkeep import make_whole
@@ -82,20 +78,19 @@ def convert(
     Data is streamed: memory does not depend on the size of the model, some hundreds of megabytes
     at most. Checksums that the source has are compared on the way. With a process group, all of
     its ranks call this and share the work. If anything fails, or is interrupted, nothing is left
-    behind and what was at the destination before is still there.
+    behind and what was at the destination before is still there. With `overwrite`, that is replaced
+    when the new one is complete: a file, or a checkpoint of ours or of DCP with all of its files.
+    Plain safetensors files are replaced by `"huggingface"`, and otherwise stay beside the new
+    checkpoint. Ctrl-C is raised as `KeyboardInterrupt`.
+
+    Raises `StateDictError` for names that collide, `PlanError` for other arguments that cannot be
+    used, `UnsupportedFormatError` for what the format cannot hold, and `CheckpointExistsError` for
+    a destination that is taken: before anything is written, and the same for every format.
     """
     settings = ConversionSettings(
         keys, exclude, rename, dtype, max_shard_size, overwrite, allow_pickle
     )
-    ranks = Ranks(process_group, no_dist)
-    if format == "huggingface":
-        export_safetensors(source, destination, settings, ranks)
-    elif format == "torch":
-        export_torch_file(source, destination, settings, ranks)
-    elif format in ("reshard", "dcp"):
-        save_again(source, destination, settings, ranks, format)
-    else:
-        raise ValueError(f"format is 'reshard', 'huggingface', 'dcp' or 'torch', not {format!r}")
+    convert_checkpoint(source, destination, format, settings, Ranks(process_group, no_dist))
 
 
 def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:

@@ -45,6 +45,7 @@ from reshard.checkpoint.to_metadata import StorageMap, to_metadata
 from reshard.checkpoint.writes import WriteOptions, check_savable, write_items
 from reshard.engine.collector import paused_collection
 from reshard.engine.reading import Verify
+from reshard.foreign.dcp import replaceable_files
 from reshard.foreign.opening import open_manifest
 from reshard.format.codec import check_compress
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES, VERSION, encode_manifest
@@ -327,7 +328,7 @@ class FileSystemWriter(StorageWriter):
         else:
             encoded = encode_manifest(manifest)
         if self.use_collectives:
-            save.commit(encoded, own)
+            save.commit(encoded, own, replaceable_files(save.store, MANIFEST_LIMIT_BYTES))
         else:
             part = part_name(self.rank, self.world_size, self.save_id)
             save.put(part, encoded, self.sync_files)
@@ -343,7 +344,8 @@ class FileSystemWriter(StorageWriter):
         parts = [part_name(rank, self.world_size, self.save_id) for rank in range(self.world_size)]
         save.check_visible(dict.fromkeys(parts), self.rank)
         index = index_of_parts(save.store, self.world_size, self._notes(self.world_size))
-        save.commit(encode_manifest(index), ())
+        replaced = replaceable_files(save.store, MANIFEST_LIMIT_BYTES)
+        save.commit(encode_manifest(index), (), replaced)
 
     def discard_save(self) -> None:
         """Remove the files of a save that failed, unless it was committed all the same."""

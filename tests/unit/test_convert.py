@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ from reshard.api import (
     CorruptCheckpointError,
     CoverageError,
     MissingKeyError,
+    PlanError,
+    StateDictError,
     UnsupportedFormatError,
 )
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert import copying, safetensors
 from reshard.convert.drafts import new_token
 from reshard.foreign.safetensors import DTYPES
+from reshard.stores.local import LocalStore
 from support.ranks import run_ranks
 
 
@@ -149,39 +154,116 @@ def test_names_are_chosen_and_changed_and_nesting_stays(tmp_path: Path) -> None:
     assert load_file(tmp_path / "hf/model.safetensors").keys() == {"layers.1.w"}
 
 
-def test_wrong_names_are_refused(tmp_path: Path) -> None:
+FORMATS = ["huggingface", "reshard", "dcp", "torch"]
+of_every_format = pytest.mark.parametrize("format", FORMATS)
+
+
+@of_every_format
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"keys": "alphas"}, MissingKeyError, r"saved: .*alphas.*\s+.*alpha"),
+        (
+            {"rename": lambda name: "x"},
+            StateDictError,
+            r"'alpha' and 'beta' the same name 'x', and .*saved has both.*Choose other names",
+        ),
+        ({"rename": lambda name: None}, StateDictError, "'alpha' the name None: return a text"),
+        ({"rename": 5}, PlanError, "rename is a dict of names, or a function"),
+        ({"keys": 5}, PlanError, "keys is a name, or a list of names, not 5"),
+        ({"exclude": [5]}, PlanError, r"exclude is a name, or a list of names, not \[5\]"),
+        ({"dtype": "bf16"}, PlanError, "dtype='bf16' is not the name of a dtype"),
+        ({"dtype": torch.int32}, PlanError, "dtype is a floating-point dtype"),
+        ({"max_shard_size": "much"}, PlanError, "max_shard_size='much' is not a size"),
+    ],
+)
+def test_wrong_arguments_are_the_same_error_for_every_format(
+    tmp_path: Path, format: Any, options: Any, kind: type[Exception], text: str
+) -> None:
     place = save(tmp_path, alpha=torch.ones(1), beta=torch.ones(1))
 
-    with pytest.raises(MissingKeyError, match="alpha"):
-        reshard.convert(place, tmp_path / "hf", "huggingface", keys="alphas")
-    with pytest.raises(ValueError, match=r"'alpha' and 'beta' the same name 'x'"):
-        reshard.convert(place, tmp_path / "hf", "huggingface", rename=lambda name: "x")
-    with pytest.raises(ValueError, match="format is"):
-        reshard.convert(place, tmp_path / "hf", "onnx")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not the name of a dtype"):
-        reshard.convert(place, tmp_path / "hf", "huggingface", dtype="bf16")
-    assert not (tmp_path / "hf").exists()
+    with pytest.raises(reshard.CheckpointException, match=text) as raised:
+        reshard.convert(place, tmp_path / "out", format, **options)
+
+    assert raised.type is kind
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("format", ["huggingface", "reshard", "dcp", "torch"])
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    place = save(tmp_path, w=torch.ones(1))
+
+    with pytest.raises(UnsupportedFormatError, match=r"format is 'reshard'.*not 'onnx'"):
+        reshard.convert(place, tmp_path / "out", "onnx")  # type: ignore[arg-type]
+
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("format", "below"),
+    [
+        *((format, below) for format in FORMATS for below in ("/below", "/far/below")),
+        *((format, "") for format in FORMATS if format != "torch"),
+    ],
+)
+def test_a_file_is_no_place_for_a_directory_and_stays(
+    tmp_path: Path, format: Any, below: str
+) -> None:
+    place = save(tmp_path, w=torch.ones(1))
+    (tmp_path / "notes").write_text("mine")
+
+    with pytest.raises(CheckpointExistsError, match=r"notes' is a file.*another place"):
+        reshard.convert(place, f"{tmp_path}/notes{below}", format, overwrite=True)
+
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("format", ["huggingface", "reshard", "dcp"])
+def test_a_link_to_nowhere_is_no_place_for_a_directory(tmp_path: Path, format: Any) -> None:
+    place = save(tmp_path, w=torch.ones(1))
+    (tmp_path / "link").symlink_to("nowhere")
+
+    with pytest.raises(CheckpointExistsError, match=r"link' is a file"):
+        reshard.convert(place, tmp_path / "link", format)
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_a_dtype_that_torch_cannot_save_is_the_same_error(tmp_path: Path, format: Any) -> None:
+    place = save(tmp_path, w=torch.ones(2, dtype=torch.uint8).view(torch.int4))
+
+    with pytest.raises(UnsupportedFormatError, match=r"cannot write 'w' of .*saved.*exclude"):
+        reshard.convert(place, tmp_path / "out", format)
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_is_one_file_is_called_by_its_name(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1), "step": 5}, tmp_path / "model.pt")
+
+    for options in ({}, {"keys": "b"}, {"rename": lambda name: "x"}):
+        with pytest.raises(reshard.CheckpointException, match=r"model\.pt"):
+            reshard.convert(tmp_path / "model.pt", tmp_path / "hf", "huggingface", **options)
+
+
+@of_every_format
 @pytest.mark.parametrize("rename", [{"model.c": "x.y"}, {"x": "model"}], ids=str)
 def test_names_that_would_be_a_value_and_a_container_are_refused(
     tmp_path: Path, format: Any, rename: dict[str, str]
 ) -> None:
     place = save(tmp_path, model={"c": torch.ones(1)}, x=torch.ones(1))
 
-    with pytest.raises((ValueError, reshard.CheckpointException), match=r"rename puts .* below"):
+    with pytest.raises(StateDictError, match=r"rename puts .* below"):
         reshard.convert(place, tmp_path / "out", format, rename=rename)
 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("format", ["reshard", "dcp", "torch"])
 @pytest.mark.parametrize("new", ["items.9", "items.0.q"])
-def test_a_new_name_does_not_turn_a_list_into_a_dict(tmp_path: Path, new: str) -> None:
+def test_a_new_name_does_not_turn_a_list_into_a_dict(tmp_path: Path, new: str, format: Any) -> None:
     place = save(tmp_path, items=[torch.ones(1), 3], x=torch.ones(1))
 
-    with pytest.raises((ValueError, reshard.CheckpointException), match="rename"):
-        reshard.convert(place, tmp_path / "out", "reshard", rename={"x": new})
+    with pytest.raises(StateDictError, match="rename"):
+        reshard.convert(place, tmp_path / "out", format, rename={"x": new})
 
     assert not (tmp_path / "out").exists()
 
@@ -192,6 +274,44 @@ def test_no_keys_are_not_all_keys(tmp_path: Path) -> None:
     reshard.convert(place, tmp_path / "out", "reshard", keys=[])
 
     assert reshard.read_state_dict(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize("format", ["reshard", "dcp", "torch"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"keys": ["a"]}, {"a": {"w": 1, "none": {}}}),
+        ({"keys": ["a", "b"]}, {"a": {"w": 1, "none": {}}, "b": {}}),
+        ({"keys": ["a.w"]}, {"a": {"w": 1}}),
+        ({"exclude": ["b", "*.none"]}, {"a": {"w": 1}, "c": 2}),
+        (
+            {"rename": {"a": "x.y", "b": "z"}},
+            {"x": {"y": {"w": 1, "none": {}}}, "z": {}, "c": 2},
+        ),
+        ({"rename": {"b": "c"}, "keys": ["b"]}, {"c": {}}),
+    ],
+    ids=str,
+)
+def test_empty_dicts_are_chosen_and_renamed_like_anything_else(
+    tmp_path: Path, format: Any, options: Any, expected: Any
+) -> None:
+    place = save(tmp_path, a={"w": 1, "none": {}}, b={}, c=2)
+
+    reshard.convert(place, tmp_path / "out", format, **options)
+
+    found = reshard.read_state_dict(tmp_path / "out")
+    if format == "dcp":
+        # Which has no place for them.
+        expected = without_empty_dicts(expected)
+    assert found == expected
+
+
+def without_empty_dicts(state: dict[str, Any]) -> dict[str, Any]:
+    cleared = {
+        key: without_empty_dicts(value) if isinstance(value, dict) else value
+        for key, value in state.items()
+    }
+    return {key: value for key, value in cleared.items() if value != {}}
 
 
 def save_a_part(folder: str) -> None:
@@ -279,6 +399,28 @@ def test_an_interrupt_leaves_nothing_behind_and_what_was_there(
 
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("at", range(1, 4))
+def test_an_export_that_is_interrupted_while_it_is_published_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    place = save(tmp_path, a=bits(100), b=bits(100))
+    reshard.convert(place, tmp_path / "hf", "huggingface", keys="a")
+    rename, calls = LocalStore.rename, []
+
+    def interrupted(self: LocalStore, key: str, new_key: str) -> None:
+        rename(self, key, new_key)
+        calls.append(key)
+        if len(calls) == at:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(LocalStore, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(place, tmp_path / "hf", "huggingface", max_shard_size=400, overwrite=True)
+
+    assert len(list((tmp_path / "hf").iterdir())) == 3
+    assert same_bits(reshard.read_state_dict(tmp_path / "hf")["b"], bits(100))
 
 
 def test_what_a_killed_export_left_is_cleared_by_the_next(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.api import CheckpointInUseError, UnsupportedFormatError
+from reshard.api import CheckpointExistsError, CheckpointInUseError, UnsupportedFormatError
 from reshard.checkpoint.debris import delete_checkpoint
 from reshard.checkpoint.directory import claim_name, claim_text, deletion_name, deletion_text
 from reshard.stores.local import LocalStore
@@ -29,6 +31,105 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 # What is not ours
+
+
+def save_with_dcp(folder: Path, **options: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    # In two files, since there are two threads.
+    writer = dcp.FileSystemWriter(folder, thread_count=2, single_file_per_rank=False)
+    dcp.save({"a": torch.ones(3), "b": torch.ones(4)}, storage_writer=writer, **options)
+
+
+def write_over(folder: Path, format: str) -> None:
+    new = {"a": torch.full((3,), 2.0)}
+    if format.startswith("save"):
+        reshard.save(new, checkpoint_id=folder, format=format.removeprefix("save "))  # type: ignore[arg-type]
+        return
+    reshard.save(new, checkpoint_id=folder.parent / "new")
+    reshard.convert(folder.parent / "new", folder, format, overwrite=True)  # type: ignore[arg-type]
+
+
+WAYS = ["save reshard", "save dcp", "reshard", "dcp", "huggingface"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_of_a_checkpoint_of_dcp_nothing_is_left_when_it_was_replaced(
+    way: str, tmp_path: Path
+) -> None:
+    save_with_dcp(tmp_path / "a")
+    older = {path.name for path in (tmp_path / "a").glob("*.distcp")}
+    (tmp_path / "a/__7_7.distcp").touch()
+    (tmp_path / "a/notes.txt").touch()
+
+    write_over(tmp_path / "a", way)
+
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert len(older) == 2
+    assert not older & names
+    assert {"notes.txt", "__7_7.distcp"} < names
+    assert reshard.read_state_dict(tmp_path / "a")["a"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_that_dcp_wrote_without_collectives_are_replaced_too(
+    way: str, tmp_path: Path
+) -> None:
+    save_with_dcp(tmp_path / "a")
+    (tmp_path / "a/.metadata").rename(tmp_path / "a/__0.metadata")
+    assert reshard.read_state_dict(tmp_path / "a")["a"].tolist() == [1.0] * 3
+
+    write_over(tmp_path / "a", way)
+
+    assert not list((tmp_path / "a").glob("__0*.metadata"))
+    assert not list((tmp_path / "a").glob("__0_?.distcp"))
+    assert reshard.read_state_dict(tmp_path / "a")["a"].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", ["../outside.distcp", "notes.txt", "../a/__0_9.distcp"])
+def test_metadata_does_not_say_which_other_files_are_deleted(
+    way: str, path: str, tmp_path: Path
+) -> None:
+    save_with_dcp(tmp_path / "a")
+    metadata = pickle.loads((tmp_path / "a/.metadata").read_bytes())
+    for index, info in metadata.storage_data.items():
+        metadata.storage_data[index] = dataclasses.replace(info, relative_path=path)
+    (tmp_path / "a/.metadata").write_bytes(pickle.dumps(metadata))
+    for other in ("outside.distcp", "a/notes.txt", "a/__0_9.distcp"):
+        (tmp_path / other).write_text("mine")
+
+    write_over(tmp_path / "a", way)
+
+    for other in ("outside.distcp", "a/notes.txt", "a/__0_9.distcp"):
+        assert (tmp_path / other).read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["dcp", "ours"])
+def test_an_export_replaces_a_checkpoint_only_if_that_is_wanted(kind: str, tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "a") if kind == "dcp" else save(tmp_path / "a")
+    reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "new")
+    before = contents(tmp_path / "a")
+
+    with pytest.raises(CheckpointExistsError, match=r"a checkpoint at .*overwrite=True"):
+        reshard.convert(tmp_path / "new", tmp_path / "a", "huggingface")
+    assert contents(tmp_path / "a") == before
+    reshard.convert(tmp_path / "new", tmp_path / "a", "huggingface", overwrite=True)
+
+    assert contents(tmp_path / "a").keys() == {"model.safetensors"}
+
+
+def test_an_export_does_not_replace_a_checkpoint_that_others_refer_to(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    save(tmp_path / "b", step=1, base=tmp_path / "a")
+    before = contents(tmp_path)
+
+    with pytest.raises(CheckpointInUseError, match=r"holds data that other checkpoints refer to"):
+        reshard.convert(
+            tmp_path / "b", tmp_path / "a", "huggingface", exclude="step", overwrite=True
+        )
+
+    assert contents(tmp_path) == before
 
 
 def test_a_checkpoint_of_dcp_is_not_deleted(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import re
+import signal
+import threading
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 import reshard
 from reshard.api import UnsupportedLayoutError
 from reshard.checkpoint.directory import is_committed
+from reshard.engine.torch_writing import _GrowingFile
 from reshard.planner import WriteItemType
 from reshard.planning.columns import DTYPES
 from reshard.stores.local import LocalStore
@@ -405,3 +408,75 @@ def test_what_was_written_for_dcp_is_read_here_as_well(tmp_path: Path) -> None:
     assert found["text"] == ["é"]
     assert torch.equal(found["embedding"], weight)
     assert torch.equal(found["head"], weight)
+
+
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, OSError(28, "No space left")], ids=repr)
+def test_what_stops_a_write_is_raised_and_not_what_torch_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: Any
+) -> None:
+    state = {"w": torch.ones(1000), "large": torch.ones(1 << 19)}
+    write, calls = _GrowingFile.append, [0]
+    cut_at = [0]
+
+    def failing(self: _GrowingFile, piece: memoryview) -> None:
+        calls[0] += 1
+        if calls == cut_at:
+            raise reason
+        write(self, piece)
+
+    monkeypatch.setattr(_GrowingFile, "append", failing)
+    save(state, tmp_path / "whole")
+    count = calls[0]
+    for last in range(1, count + 1):
+        calls[0], cut_at[0] = 0, last
+        try:
+            raise LookupError
+        except LookupError:
+            # What the caller is dealing with is no part of it.
+            with pytest.raises((KeyboardInterrupt, reshard.CheckpointException)) as raised:
+                save(state, tmp_path / "cut")
+
+        if reason is KeyboardInterrupt:
+            assert raised.type is KeyboardInterrupt
+        else:
+            assert str(raised.value).startswith("No space left")
+    assert count > 10
+    assert not (tmp_path / "cut").exists()
+
+
+@pytest.mark.parametrize("before", ["reshard", "dcp"])
+@pytest.mark.parametrize("after", ["reshard", "dcp"])
+def test_an_interrupt_of_the_commit_comes_when_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: Any, after: Any
+) -> None:
+    reshard.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "older", format=before)
+    rename = LocalStore.commit
+
+    def interrupted(self: LocalStore, *args: Any) -> str:
+        version = rename(self, *args)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return version
+
+    monkeypatch.setattr(LocalStore, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "older", format=after)
+
+    assert torch.equal(reshard.read_tensor(tmp_path / "older", "w"), torch.ones(2))
+    assert len(names_in(tmp_path / "older")) == 2
+
+
+def test_an_interrupt_right_after_the_place_was_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = LocalStore.create
+
+    def interrupted(self: LocalStore) -> bool:
+        made = create(self)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(LocalStore, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save({"w": torch.ones(2)}, tmp_path / "new")
+
+    assert not (tmp_path / "new").exists()

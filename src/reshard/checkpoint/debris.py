@@ -32,11 +32,18 @@ from reshard.stores.protocol import Store
 logger = logging.getLogger(__name__)
 
 
-def remove_debris(store: Store, committed: str | None, save_id: str, used: Collection[str]) -> None:
+def remove_debris(
+    store: Store,
+    committed: str | None,
+    save_id: str,
+    used: Collection[str],
+    replaced: Collection[str] = (),
+) -> None:
     """Delete what no save needs any more, after version `committed` became the manifest.
 
-    `save_id` is the save of that manifest; besides its own files it uses `used`. What a save
-    that may be alive has written stays, whatever happens at the same time:
+    `save_id` is the save of that manifest; besides its own files it uses `used`. Files that are
+    `replaced` have names that do not say whose they are, and belonged to the manifest before.
+    What a save that may be alive has written stays, whatever happens at the same time:
     - A save makes its claim before its first file. So a process that sees a file and
       then lists the claims sees the claim, unless it was withdrawn or has become the manifest.
     - If it has become the manifest since, `committed` is no longer there.
@@ -53,7 +60,7 @@ def remove_debris(store: Store, committed: str | None, save_id: str, used: Colle
         return
     alive = {token for token, claim in claims.items() if not _withdraw_dead(store, claim)}
     alive.add(token_of(save_id))
-    unneeded = []
+    unneeded = [key for key in files if key in replaced]
     for key in files:
         match = SHARD_FILE.fullmatch(key) or PART.fullmatch(key)
         if match and match[1] not in alive:
@@ -75,6 +82,13 @@ def _withdraw_dead(store: Store, claim: str) -> bool:
     except OSError as error:
         logger.warning("could not remove %r from %s: %s", claim, store.location, error)
         return False
+
+
+def check_deletable(store: Store) -> None:
+    """Refuse to delete a checkpoint that is being written, or that others refer to."""
+    _check_free(store)
+    if dependents := dependents_of(store):
+        raise CheckpointInUseError(_describe(store, dependents))
 
 
 def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None) -> None:

@@ -11,8 +11,10 @@ import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from reshard.api import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
@@ -281,6 +283,22 @@ def _describe_absence(store: Store) -> str:
 
 
 # Writing
+
+
+def file_above(path: Path) -> Path | None:
+    """The file that stands where a path needs a directory, if there is one."""
+    return next((each for each in path.parents if each.exists() and not each.is_dir()), None)
+
+
+def check_may_be_made(location: str) -> None:
+    """Refuse a place where no directory can be."""
+    path = Path(location)
+    above = path if os.path.lexists(path) and not path.is_dir() else file_above(path)
+    if above is not None:
+        raise CheckpointExistsError(
+            f"{str(above)!r} is a file, and a directory is needed for the checkpoint. Choose "
+            "another place, or move the file away"
+        )
 
 
 def put_new(store: Store, key: str, data: bytes, durable: bool) -> None:

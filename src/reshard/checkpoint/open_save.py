@@ -21,6 +21,7 @@ from reshard.checkpoint.announcements import announcer, deletions_in
 from reshard.checkpoint.debris import remove_debris
 from reshard.checkpoint.directory import (
     MANIFEST,
+    check_may_be_made,
     claim_name,
     claim_text,
     delete_quietly,
@@ -30,6 +31,7 @@ from reshard.checkpoint.directory import (
 )
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.engine.reading import Verify
+from reshard.engine.workers import run_uninterrupted
 from reshard.format.tables import Manifest
 from reshard.stores.protocol import Store, VersionConflict
 
@@ -77,6 +79,17 @@ class OpenSave:
 
     def create_place(self) -> None:
         """Make the place; it is removed again if the save fails."""
+        try:
+            if self.made_place or self.store.list():
+                # Was there before, and so is never removed.
+                self.store.create()
+            else:
+                run_uninterrupted(self._create_place)
+        except (FileExistsError, NotADirectoryError):
+            check_may_be_made(self.store.location)
+            raise
+
+    def _create_place(self) -> None:
         self.made_place |= self.store.create()
 
     def check_may_write(self, overwrite: bool) -> None:
@@ -160,8 +173,16 @@ class OpenSave:
         except FileNotFoundError as error:
             raise self.removed() from error
 
-    def commit(self, manifest: bytes, used: Collection[str]) -> None:
-        """Publish the manifest, and clear up behind it."""
+    def commit(
+        self, manifest: bytes, used: Collection[str], replaced: Collection[str] = ()
+    ) -> None:
+        """Publish the manifest, and clear up behind it. An interrupt comes before or after.
+
+        `replaced` are files of a checkpoint that was here, and is not one of ours.
+        """
+        run_uninterrupted(lambda: self._commit(manifest, used, replaced))
+
+    def _commit(self, manifest: bytes, used: Collection[str], replaced: Collection[str]) -> None:
         store = self.store
         if self._claim is None:
             raise CheckpointException(f"the save to {store.location} was never begun")
@@ -175,10 +196,13 @@ class OpenSave:
         except FileNotFoundError as error:
             raise self.removed() from error
         self._claim, self.written = None, []
-        remove_debris(store, version, self.save_id, used)
+        remove_debris(store, version, self.save_id, used, replaced)
 
     def discard(self, is_coordinator: bool) -> None:
         """Remove the files of a save that failed, unless it was committed all the same."""
+        run_uninterrupted(lambda: self._discard(is_coordinator))
+
+    def _discard(self, is_coordinator: bool) -> None:
         # The claim first: without it nothing can be committed any more.
         unneeded = [*([self._claim] if self._claim else []), *self.written]
         self._claim, self.written = None, []

@@ -34,9 +34,12 @@ class StoredTensors:
         verify: Verify = Verify.CHUNKS,
         registry: object = None,
         allow_pickle: bool = False,
+        location: str = "",
     ) -> None:
         self.manifest = manifest
-        self.location = store.location
+        self.location = location or store.location
+        """What people call it, which for a single file is not the store that it is in."""
+        self.folder = store.location
         self._files = ShardFiles(store, manifest, verify, registry, allow_pickle)
         self._lock = threading.Lock()
 
@@ -76,7 +79,7 @@ class StoredTensors:
                 f"{self.location} does not hold all of {self.manifest.tensor_names[tensor]!r}. "
                 "Save it with all of its ranks, or leave it out"
             )
-        read_regions(self._files.readers, requests, self._files.verify, 1, self.location)
+        read_regions(self._files.readers, requests, self._files.verify, 1, self.folder)
 
     def _meeting(
         self, tensor: int, offsets: Sequence[int], sizes: Sequence[int]
@@ -199,7 +202,7 @@ class _ChunkStream:
         file, self._position = source.open_chunk(row)
         self._end = self._position + math.prod(self.sizes) * self._dtype.itemsize
         self._reader = source.reader(file)
-        self._where = f"{file!r} of {source.location}"
+        self._where = f"{file!r} of {source.folder}"
         self.is_verified = source.is_verified(row)
         self._digester = Digester()
         self._bounce = BounceBuffer(_PIECE_BYTES)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from reshard.api import CoverageError
+from reshard.api import CoverageError, StateDictError
 from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.copying import regions_of
-from reshard.convert.selection import Selection, check_plain, pick_tensors
+from reshard.convert.selection import Selection, check_plain, check_savable, pick_tensors
 from reshard.default_planner import DefaultSavePlanner
 from reshard.metadata import STATE_DICT_TYPE, StorageMeta
 from reshard.planner import SavePlan, WriteItem, WriteItemType
@@ -48,16 +48,18 @@ class StoredPlanner(DefaultSavePlanner):
         m = self._source.manifest
         self.is_coordinator = is_coordinator
         self.state_dict = {}
-        names = self._selection.names([*m.tensor_names, *m.value_names])
+        names = self._selection.names(self._source)
         self._values = {names[name]: row for row, name in enumerate(m.value_names) if name in names}
         if not self.takes_composites:
             check_plain(self._values, self._source.location, "a checkpoint of DCP")
         stored = unpack_planner_data(m.planner_data, self._source.location, allow_pickle=False)
-        self.mappings = renamed_paths(stored, names)
+        self.mappings = renamed_paths(stored, names, self._selection)
         self._items = self._build_items(names)
 
     def _build_items(self, names: Mapping[str, str]) -> WriteItems:
         picked, others = pick_tensors(self._source, names, self._selection)
+        if not self.takes_composites:
+            check_savable(picked, self._source.location)
         by_name = {tensor.name: tensor for tensor in picked}
         builder, m = RowBuilder(), self._source.manifest
         first_rows: dict[str, int] = {}
@@ -105,8 +107,11 @@ class StoredPlanner(DefaultSavePlanner):
         return region.to(data.properties.dtype)
 
 
-def renamed_paths(stored: Any, names: Mapping[str, str]) -> PathMap:
-    """The paths of what is saved. Parts that a new name ends with stay what they are."""
+def renamed_paths(stored: Any, names: Mapping[str, str], selection: Selection) -> PathMap:
+    """The paths of what is saved, by stored `names` and their new ones.
+
+    Parts that a new name ends with stay what they are.
+    """
     paths = PathMap()
     if not isinstance(stored, PathMap):
         return paths
@@ -115,9 +120,16 @@ def renamed_paths(stored: Any, names: Mapping[str, str]) -> PathMap:
             new = names[name]
             paths[new] = path if new == name else _renamed_path(path, new)
     _check_containers(paths)
-    if list(names) == list(names.values()):
-        paths.empties = stored.empties
+    paths.empties = tuple(_renamed_empties(stored.empties, selection))
     return paths
+
+
+def _renamed_empties(empties: Iterable[StatePath], selection: Selection) -> Iterator[StatePath]:
+    for path in empties:
+        name = ".".join(map(str, path))
+        if selection.is_wanted(name):
+            new = selection.new_name(name)
+            yield path if new == name else _renamed_path(path, new)
 
 
 def _check_containers(paths: PathMap) -> None:
@@ -128,7 +140,7 @@ def _check_containers(paths: PathMap) -> None:
             is_list = isinstance(path[depth], int)
             known, other = kinds.setdefault(path[:depth], (is_list, name))
             if known != is_list:
-                raise ValueError(
+                raise StateDictError(
                     f"rename makes a list and a dict of {'.'.join(map(str, path[:depth]))!r}, by "
                     f"{other!r} and {name!r}. Choose other names"
                 )

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Mapping
 
 from reshard.checkpoint.directory import delete_quietly
+from reshard.engine.workers import run_uninterrupted
 from reshard.foreign.safetensors import INDEX
 from reshard.stores.owners import OWNER, is_alive, owner_tag
 from reshard.stores.protocol import Store
@@ -40,8 +41,13 @@ def remove_dead_drafts(store: Store) -> None:
 def publish(store: Store, names: Mapping[str, str], older: set[str]) -> None:
     """Give each draft its name, in order, so that an index comes last; or leave none of them.
 
-    `older` files are replaced or removed: their index first, so that nobody finds a mixture.
+    `older` files are replaced or removed: their index first, so that nobody finds a mixture. An
+    interrupt comes before or after.
     """
+    run_uninterrupted(lambda: _publish(store, names, older))
+
+
+def _publish(store: Store, names: Mapping[str, str], older: set[str]) -> None:
     store.sync()
     if INDEX in older:
         store.delete(INDEX)

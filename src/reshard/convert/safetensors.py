@@ -9,8 +9,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from reshard.api import CheckpointExistsError, UnsupportedFormatError
-from reshard.checkpoint.directory import delete_quietly, put_new
+from reshard.api import CheckpointExistsError, PlanError, UnsupportedFormatError
+from reshard.checkpoint.debris import check_deletable, delete_checkpoint
+from reshard.checkpoint.directory import (
+    MANIFEST,
+    check_may_be_made,
+    delete_quietly,
+    has_foreign_manifest,
+    put_new,
+)
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.copying import Destination, copy_tasks
 from reshard.convert.drafts import draft_name, publish, remove_dead_drafts
@@ -18,9 +25,11 @@ from reshard.convert.selection import Picked
 from reshard.coordination.channel import Channel
 from reshard.coordination.exchange import TextExchange
 from reshard.engine.progress import watched
-from reshard.engine.workers import default_threads, run_all
+from reshard.engine.workers import default_threads, run_all, run_uninterrupted
+from reshard.foreign.dcp import part_keys, replaceable_files
 from reshard.foreign.safetensors import DTYPES, INDEX, SUFFIX
 from reshard.format.container import Entry, build_header
+from reshard.format.manifest import MANIFEST_LIMIT_BYTES
 from reshard.stores.protocol import Store
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -35,7 +44,10 @@ def parse_size(size: int | str) -> int:
         return size
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
-        raise ValueError(f"{size!r} is not a size: pass a number of bytes, or a text such as '5GB'")
+        raise PlanError(
+            f"max_shard_size={size!r} is not a size: pass a number of bytes, or a text such as "
+            "'5GB'"
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -98,7 +110,9 @@ class Export:
         token: str,
         threads: int = 0,
         keeps_older: bool = False,
+        replaces_checkpoint: bool = False,
     ) -> None:
+        self._replaces_checkpoint = replaces_checkpoint
         self._keeps_older = keeps_older
         # While one waits for the disk, another reads.
         self._threads = threads or max(2, default_threads())
@@ -117,16 +131,24 @@ class Export:
         try:
             # All try to remove a place that they made, since the last to leave can.
             made = channel.exchange(
-                TextExchange("create"), self._create, lambda each: [max(each)] * len(each)
+                TextExchange("create"),
+                lambda: run_uninterrupted(self._create),
+                lambda each: [max(each)] * len(each),
             )
             self._made_place = bool(made)
             own = _share(self._files, channel.world_size)[channel.rank]
             channel.do_together("export", lambda: self._write(own, notes, channel.is_coordinator))
             channel.do_together(
-                "publish", lambda: self._publish(index) if channel.is_coordinator else None
+                "publish",
+                # All of it, so that an older checkpoint does not stay beside the new files.
+                lambda: (
+                    run_uninterrupted(lambda: self._publish(index))
+                    if channel.is_coordinator
+                    else None
+                ),
             )
         except BaseException:
-            self._discard()
+            run_uninterrupted(self._discard)
             raise
 
     def _create(self) -> str:
@@ -172,6 +194,9 @@ class Export:
         older = set() if self._keeps_older else set(filter(is_export, self._target.list()))
         publish(self._target, {self._draft(name): name for name in names}, older)
         self._written.clear()
+        if self._replaces_checkpoint:
+            # Until its manifest is gone, readers find what was there before.
+            _remove_checkpoint(self._target)
 
     def _discard(self) -> None:
         delete_quietly(self._target, self._written)
@@ -188,13 +213,37 @@ def is_export(key: str) -> bool:
 
 
 def check_may_export(target: Store, overwrite: bool) -> None:
-    """Refuse to replace an older export unless that is wanted."""
-    found = [key for key in target.list() if is_export(key)]
+    """Refuse to replace an older export, or a checkpoint, unless that is wanted."""
+    check_may_be_made(target.location)
+    keys = target.list()
+    found = [key for key in keys if is_export(key)]
     if found and not overwrite:
         raise CheckpointExistsError(
             f"there are safetensors files at {target.location} already, such as {found[0]!r}. Pass "
             "overwrite=True to replace them, or export to another place"
         )
+    if MANIFEST not in keys and not part_keys(keys):
+        return
+    if not overwrite:
+        raise CheckpointExistsError(
+            f"there is a checkpoint at {target.location} already, which readers would find "
+            "instead of the safetensors files. Pass overwrite=True to replace it, or export to "
+            "another place"
+        )
+    if MANIFEST in keys and not has_foreign_manifest(target):
+        check_deletable(target)
+
+
+def _remove_checkpoint(target: Store) -> None:
+    """Remove a checkpoint, of ours or of DCP, that stands beside an export which replaces it."""
+    keys = target.list()
+    files = replaceable_files(target, MANIFEST_LIMIT_BYTES)
+    if MANIFEST in keys and not has_foreign_manifest(target):
+        delete_checkpoint(target, None)
+    elif MANIFEST in keys:
+        target.delete(MANIFEST)
+        target.sync()
+    delete_quietly(target, files)
 
 
 def make_index(files: Sequence[OutputFile]) -> bytes:

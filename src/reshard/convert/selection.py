@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from reshard.api import MissingKeyError, UnsupportedFormatError
+from reshard.api import MissingKeyError, StateDictError, UnsupportedFormatError
+from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
+from reshard.engine.torch_writing import is_savable
 from reshard.plans.mismatches import describe_missing
 from reshard.tensors.composites import KIND
 
@@ -43,25 +45,36 @@ class Selection:
     rename: Callable[[str], str] | None = None
     dtype: torch.dtype | None = None
 
-    def names(self, stored: Iterable[str]) -> dict[str, str]:
+    def names(self, source: StoredTensors) -> dict[str, str]:
         """The new name of each stored name that is wanted."""
-        stored = list(stored)
-        wanted = [name for name in stored if self._is_wanted(name)]
+        stored = [*source.manifest.tensor_names, *source.manifest.value_names]
+        wanted = [name for name in stored if self.is_wanted(name)]
+        known = (*stored, *_names_of_empty_dicts(source)) if self.keys else ()
         for key in self.keys or ():
-            if not any(name == key or name.startswith(f"{key}.") for name in stored):
-                raise MissingKeyError(describe_missing([key], stored))
+            if not any(name == key or name.startswith(f"{key}.") for name in known):
+                raise MissingKeyError(f"{source.location}: {describe_missing([key], stored)}")
         new: dict[str, str] = {}
         owners: dict[str, str] = {}
         for name in wanted:
-            new[name] = name if self.rename is None else self.rename(name)
+            new[name] = self.new_name(name)
             other = owners.setdefault(new[name], name)
             if other != name:
-                raise ValueError(f"rename gives {other!r} and {name!r} the same name {new[name]!r}")
+                raise StateDictError(
+                    f"rename gives {other!r} and {name!r} the same name {new[name]!r}, and "
+                    f"{source.location} has both: one of them would be lost. Choose other names"
+                )
         if self.rename is not None:
             _check_nesting(owners)
         return new
 
-    def _is_wanted(self, name: str) -> bool:
+    def new_name(self, name: str) -> str:
+        """What a stored name becomes."""
+        new = name if self.rename is None else self.rename(name)
+        if not isinstance(new, str):
+            raise StateDictError(f"rename gives {name!r} the name {new!r}: return a text")
+        return new
+
+    def is_wanted(self, name: str) -> bool:
         is_named = self.keys is None or any(
             name == key or name.startswith(f"{key}.") for key in self.keys
         )
@@ -72,6 +85,12 @@ class Selection:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
 
+def _names_of_empty_dicts(source: StoredTensors) -> list[str]:
+    data = source.manifest.planner_data
+    paths = unpack_planner_data(data, source.location, allow_pickle=False)
+    return [".".join(map(str, path)) for path in getattr(paths, "empties", ())]
+
+
 def _check_nesting(owners: Mapping[str, str]) -> None:
     """Refuse a name below another one, which would be a value and a container at once."""
     for name, stored in owners.items():
@@ -79,7 +98,7 @@ def _check_nesting(owners: Mapping[str, str]) -> None:
         for depth in range(1, len(parts)):
             above = ".".join(parts[:depth])
             if above in owners and not stored.startswith(f"{owners[above]}."):
-                raise ValueError(
+                raise StateDictError(
                     f"rename puts {stored!r} at {name!r}, below {above!r}, where {owners[above]!r} "
                     "is: one of them would be lost. Choose other names"
                 )
@@ -93,6 +112,16 @@ def check_plain(names: Iterable[str], where: str, target: str) -> None:
             raise UnsupportedFormatError(
                 f"{whose[:-1]!r} of {where} consists of other tensors, and {target} has no place "
                 f"for its parts. Leave it out with exclude={f'{whose}*'!r}"
+            )
+
+
+def check_savable(tensors: Iterable[Picked], where: str) -> None:
+    """Refuse tensors that torch.save cannot write, which is what DCP stores as well."""
+    for tensor in tensors:
+        if not is_savable(tensor.dtype):
+            raise UnsupportedFormatError(
+                f"torch.save cannot write {tensor.name!r} of {where}, whose dtype is "
+                f"{tensor.dtype}. Leave it out with exclude"
             )
 
 

@@ -12,22 +12,28 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from reshard.api import CheckpointException, CheckpointExistsError, UnsupportedFormatError
+from reshard.api import CheckpointException, CheckpointExistsError
+from reshard.checkpoint.directory import file_above
 from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.checkpoint import renamed_paths
 from reshard.convert.copying import Destination, copy_tasks
-from reshard.convert.selection import Picked, Selection, check_plain, pick_tensors
+from reshard.convert.selection import (
+    Picked,
+    Selection,
+    check_plain,
+    check_savable,
+    pick_tensors,
+)
 from reshard.engine.memory import ReservedAddresses, byte_view, tensor_in
 from reshard.engine.progress import watched
-from reshard.engine.torch_writing import is_savable
-from reshard.engine.workers import default_threads, run_all
+from reshard.engine.workers import default_threads, run_all, run_uninterrupted
 from reshard.format.torch_files import decode_stored
 from reshard.stores.owners import OWNER, is_alive
 from reshard.tensors.flatten import put_empties
@@ -51,9 +57,10 @@ class TorchFile:
         self._source = source
         self._target = target
         m = source.manifest
-        names = selection.names([*m.tensor_names, *m.value_names])
+        names = selection.names(source)
         self._picked, others = pick_tensors(source, names, selection)
-        self._check_holdable(names)
+        check_savable(self._picked, source.location)
+        check_plain(names, source.location, "a file of torch.save")
         # Must live as long as the tensors in it.
         self._addresses = ReservedAddresses(sum(map(_room_for, self._picked)))
         blanks = _make_blanks(self._picked, self._addresses)
@@ -63,7 +70,7 @@ class TorchFile:
             if name in names:
                 flat[names[name]] = decode_stored(name, source.value(row), allow_pickle)
         stored = unpack_planner_data(m.planner_data, source.location, allow_pickle=False)
-        paths = renamed_paths(stored, names)
+        paths = renamed_paths(stored, names, selection)
         self._state: dict[str, Any] = {}
         # In the order in which it was saved, as far as that is known.
         order = [*(name for name in paths if name in flat), *(n for n in flat if n not in paths)]
@@ -74,16 +81,6 @@ class TorchFile:
             for tensor in self._picked
             if tensor.nbytes
         }
-
-    def _check_holdable(self, names: Mapping[str, str]) -> None:
-        where = self._source.location
-        for tensor in self._picked:
-            if not is_savable(tensor.dtype):
-                raise UnsupportedFormatError(
-                    f"torch.save cannot write {tensor.name!r} of {where}, whose dtype is "
-                    f"{tensor.dtype}. Leave it out with exclude"
-                )
-        check_plain(names, where, "a file of torch.save")
 
     def write(self, token: str, shows_progress: bool) -> None:
         """Write the file under a temporary name, and give it its own when it is complete.
@@ -102,10 +99,16 @@ class TorchFile:
             with _Archive(path) as archive:
                 self._fill(archive, shows_progress)
                 archive.sync()
-            os.replace(path, self._target)
-            _sync_folder(folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            run_uninterrupted(lambda: self._publish(draft))
+        except BaseException:
+            run_uninterrupted(lambda: shutil.rmtree(draft, ignore_errors=True))
+            raise
+
+    def _publish(self, draft: Path) -> None:
+        """Give the file its name. An interrupt comes before or after."""
+        os.replace(draft / self._target.name, self._target)
+        shutil.rmtree(draft, ignore_errors=True)
+        _sync_folder(self._target.parent)
 
     def _fill(self, archive: _Archive, shows_progress: bool) -> None:
         total = sum(tensor.nbytes for tensor in self._picked)
@@ -144,6 +147,10 @@ def check_may_write(target: Path, overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{target} is a directory: a file of torch.save needs a name, such as "
             f"{str(target / 'model.pt')!r}"
+        )
+    if above := file_above(target):
+        raise CheckpointExistsError(
+            f"{str(above)!r} is a file, so that {target} cannot be. Choose another place"
         )
     if not target.parent.is_dir():
         raise CheckpointException(

@@ -8,12 +8,13 @@ bounded, and every exchange carries either results or the reasons why there are 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from reshard.api import CheckpointException
+from reshard.api import CheckpointException, _interrupt_behind
 from reshard.coordination.exchange import Exchange
 from reshard.coordination.failures import fail_alone, rendezvous_lost
 from reshard.coordination.pairing import UNKNOWN, Intent
@@ -93,9 +94,13 @@ class SoloChannel:
 
 
 def _alone(work: Callable[[], A]) -> A:
+    handled = sys.exc_info()[1]
     try:
         return work()
     except Exception as error:  # noqa: BLE001 - all are raised
+        interrupt = _interrupt_behind(error, handled)
+        if interrupt is not None:
+            raise interrupt from None
         # Not from `error`: it may be that itself, and the cause is set where there is one.
         raise fail_alone(error)  # noqa: B904
 

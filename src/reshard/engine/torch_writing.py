@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import IO, Any, cast
@@ -87,7 +88,7 @@ def _write_record(
             data = data.cpu().resolve_conj().resolve_neg().contiguous()
         # In a storage of their own, since torch.save writes all of a storage.
         elements = tensor_in(byte_view(data), 0, data.dtype, data.shape)
-        torch.save(elements, streams[-1])
+        _save_tensor(elements, streams[-1])
     else:
         check_planned(content, len(data))
         streams[-1].write(data)
@@ -95,6 +96,21 @@ def _write_record(
         # Most close what they write to.
         if not stream.closed:
             stream.close()
+
+
+def _save_tensor(tensor: torch.Tensor, stream: IO[bytes]) -> None:
+    handled = sys.exc_info()[1]
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:
+        # If a write fails or is interrupted, torch closes the archive all the same, and complains
+        # about what is missing from it. What it was that came before is what counts.
+        first: BaseException = error
+        while first.__context__ is not None and first.__context__ is not handled:
+            first = first.__context__
+        if first is error:
+            raise
+        raise first from None
 
 
 class _GrowingFile:

@@ -16,7 +16,13 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 
-from reshard.api import CorruptCheckpointError, UnsafeValueError, UnsupportedFormatError
+from reshard.api import (
+    CheckpointException,
+    CorruptCheckpointError,
+    UnsafeValueError,
+    UnsupportedFormatError,
+)
+from reshard.checkpoint.directory import MANIFEST
 from reshard.checkpoint.planner_data import merge_planner_data, pack_planner_data
 from reshard.checkpoint.torch_records import RECORD, SAFETENSORS_RECORD
 from reshard.engine.collector import paused_collection
@@ -32,7 +38,10 @@ from reshard.tensors.paths import PathMap
 
 logger = logging.getLogger(__name__)
 
+_PICKLE = b"\x80"
 _PART = re.compile(r"__(\d{1,9})\.metadata")
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+"""What DCP itself calls its files. Those of our saves have an id in their names."""
 _MOST_POSITION = 1 << 62
 
 
@@ -63,6 +72,37 @@ def read_parts(store: Store, keys: Sequence[str], limit_bytes: int) -> Manifest:
     )
     check_manifest(merged, store.location, shared_bytes=True)
     return merged
+
+
+def replaceable_files(store: Store, limit_bytes: int) -> list[str]:
+    """The files of a checkpoint that DCP wrote, besides `.metadata`, for whoever replaces it.
+
+    Only those that its metadata refers to and that have the names that DCP gives. None if the
+    metadata cannot be read.
+    """
+    keys = set(store.list())
+    if not any(map(_DATA_FILE.fullmatch, keys)):
+        return []
+    parts = part_keys(sorted(keys))
+    try:
+        tables = [
+            _read_part(store, key, limit_bytes)
+            for key in (MANIFEST, *parts)
+            if key in keys and is_pickle(store, key)
+        ]
+    except (CheckpointException, OSError) as error:
+        logger.warning("files of an older checkpoint stay at %s: %s", store.location, error)
+        return []
+    files = {file for table in tables for file in table.files if _DATA_FILE.fullmatch(file)}
+    return sorted(files & keys) + parts
+
+
+def is_pickle(store: Store, key: str) -> bool:
+    """Whether a file begins as the metadata of DCP does."""
+    with closing(store.open_reader(key)) as reader:
+        start = bytearray(min(1, reader.nbytes))
+        reader.read_into(0, [memoryview(start)] if start else [])
+    return bytes(start) == _PICKLE
 
 
 def _read_part(store: Store, key: str, limit_bytes: int) -> ForeignTable:

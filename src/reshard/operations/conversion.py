@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from reshard.api import UnsupportedFormatError
+from reshard.api import PlanError, UnsupportedFormatError
 from reshard.background.queue import save_queue
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert.checkpoint import StoredPlanner
@@ -25,9 +25,8 @@ from reshard.convert.safetensors import (
 )
 from reshard.convert.selection import Selection, pick_tensors
 from reshard.convert.torch_save import TorchFile, check_may_write
-from reshard.coordination.channel import Channel
+from reshard.coordination.channel import Channel, checking_arguments
 from reshard.coordination.exchange import TextExchange
-from reshard.coordination.pairing import Intent
 from reshard.filesystem import FileSystemWriter
 from reshard.foreign.opening import open_manifest
 from reshard.operations.ranks import Ranks
@@ -37,6 +36,7 @@ from reshard.operations.targets import Place, SaveTarget, comparable_place
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
 
+_FORMATS = ("reshard", "huggingface", "dcp", "torch")
 _THREADS = 4
 """Some of them wait for the disk."""
 _FORMAT_NOTE = {"format": "pt"}
@@ -55,74 +55,100 @@ class ConversionSettings:
     overwrite: bool = False
     allow_pickle: bool = False
 
+    def check(self) -> None:
+        """Refuse what no checkpoint could be converted by."""
+        self.selection()
+        parse_size(self.max_shard_size)
+
     def selection(self) -> Selection:
         return Selection(
-            None if self.keys is None else _texts(self.keys),
-            _texts(self.exclude),
-            None if self.rename is None else name_changer(self.rename),
+            None if self.keys is None else _texts("keys", self.keys),
+            _texts("exclude", self.exclude),
+            None if self.rename is None else name_changer(_rename(self.rename)),
             _dtype(self.dtype),
         )
 
 
-def _texts(texts: Sequence[str] | str) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts)
+def _texts(argument: str, texts: Sequence[str] | str) -> tuple[str, ...]:
+    if isinstance(texts, str):
+        return (texts,)
+    found = tuple(texts) if isinstance(texts, Iterable) else (texts,)
+    if not all(isinstance(text, str) for text in found):
+        raise PlanError(f"{argument} is a name, or a list of names, not {texts!r}")
+    return found
+
+
+def _rename(rename: Rename) -> Rename:
+    if not callable(rename) and not isinstance(rename, Mapping):
+        raise PlanError(f"rename is a dict of names, or a function of a name, not {rename!r}")
+    return rename
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
-            raise ValueError(f"{dtype!r} is not the name of a dtype of torch, such as 'bfloat16'")
+            raise PlanError(
+                f"dtype={dtype!r} is not the name of a dtype of torch, such as 'bfloat16'"
+            )
         dtype = found
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype is a floating-point dtype of torch, not {dtype!r}")
+        raise PlanError(f"dtype is a floating-point dtype of torch, not {dtype!r}")
     return dtype
 
 
-def export_safetensors(
-    source: Place, target: Place, settings: ConversionSettings, ranks: Ranks
+def convert(
+    source: Place, target: Place, format: str, settings: ConversionSettings, ranks: Ranks
 ) -> None:
-    """Write the tensors of a checkpoint as safetensors files. Called by all ranks."""
-    channel = ranks.open_channel(Intent("export", f"export to {comparable_place(target)!r}"))
-    with channel:
-        token = channel.exchange(
-            TextExchange("open"), lambda: "", lambda texts: [new_token()] * len(texts)
-        )
-        with _opened(source, channel) as tensors:
-            store = LocalStore(target)
-            files, notes = _plan(tensors, settings, store)
-            index = make_index(files) if len(files) > 1 else None
-            Export(tensors, store, files, token).run(channel, notes, index)
+    """Convert a checkpoint. Called by all ranks."""
+    writer = FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite)
+    save_to = SaveTarget(writer, None)
+    channel = ranks.open_channel(save_to.intent("convert", True))
+    with checking_arguments(channel):
+        if format not in _FORMATS:
+            raise UnsupportedFormatError(
+                f"format is {', '.join(map(repr, _FORMATS[:-1]))} or {_FORMATS[-1]!r}, not "
+                f"{format!r}"
+            )
+        settings.check()
+    with channel, _opened(source, channel, settings.allow_pickle) as tensors:
+        if format == "huggingface":
+            _export_safetensors(tensors, target, settings, channel)
+        elif format == "torch":
+            _export_torch_file(tensors, target, settings, channel)
+        else:
+            planner = StoredPlanner(tensors, settings.selection())
+            job = SaveJob({}, save_to.choose_writer(), planner, SaveSettings(format=format))
+            Save(job, channel).run()
 
 
-def export_torch_file(
-    source: Place, target: Place, settings: ConversionSettings, ranks: Ranks
+def _export_safetensors(
+    source: StoredTensors, target: Place, settings: ConversionSettings, channel: Channel
+) -> None:
+    """Write the tensors of a checkpoint as safetensors files. All ranks write some."""
+    token = channel.exchange(
+        TextExchange("open"), lambda: "", lambda texts: [new_token()] * len(texts)
+    )
+    store = LocalStore(target)
+    planned: list[tuple[list[OutputFile], dict[str, str]]] = []
+    channel.do_together("plan", lambda: planned.append(_plan(source, settings, store)))
+    files, notes = planned[0]
+    index = make_index(files) if len(files) > 1 else None
+    Export(source, store, files, token, replaces_checkpoint=True).run(channel, notes, index)
+
+
+def _export_torch_file(
+    source: StoredTensors, target: Place, settings: ConversionSettings, channel: Channel
 ) -> None:
     """Write what a checkpoint holds as one file of torch.save. The coordinator does it."""
     path = Path(target)
-    channel = ranks.open_channel(Intent("export", f"export to {comparable_place(target)!r}"))
-    with channel, _opened(source, channel, settings.allow_pickle) as tensors:
 
-        def export() -> None:
-            check_may_write(path, settings.overwrite)
-            file = TorchFile(tensors, settings.selection(), path, settings.allow_pickle)
-            file.write(new_token(), shows_progress=True)
+    def export() -> None:
+        check_may_write(path, settings.overwrite)
+        file = TorchFile(source, settings.selection(), path, settings.allow_pickle)
+        file.write(new_token(), shows_progress=True)
 
-        channel.do_together("export", export if channel.is_coordinator else lambda: None)
-
-
-def save_again(
-    source: Place, target: Place, settings: ConversionSettings, ranks: Ranks, format: str
-) -> None:
-    """Save a checkpoint of any kind as one of ours, or of DCP. Called by all ranks."""
-    save_to = SaveTarget(
-        FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite), None
-    )
-    channel = ranks.open_channel(save_to.intent("convert", True))
-    with channel, _opened(source, channel, settings.allow_pickle) as tensors:
-        planner = StoredPlanner(tensors, settings.selection())
-        job = SaveJob({}, save_to.choose_writer(), planner, SaveSettings(format=format))
-        Save(job, channel).run()
+    channel.do_together("export", export if channel.is_coordinator else lambda: None)
 
 
 @contextlib.contextmanager
@@ -132,7 +158,8 @@ def _opened(source: Place, channel: Channel, allow_pickle: bool = False) -> Iter
     def open_source() -> None:
         save_queue().settle(comparable_place(source))
         store, manifest = open_manifest(LocalStore(source))
-        found.append(StoredTensors(store, manifest, allow_pickle=allow_pickle))
+        location = str(Path(source))
+        found.append(StoredTensors(store, manifest, allow_pickle=allow_pickle, location=location))
 
     channel.do_together("open", open_source)
     with contextlib.closing(found[0]):
@@ -145,7 +172,7 @@ def _plan(
     """The files to write, and their notes; what cannot be written is refused."""
     selection = settings.selection()
     m = source.manifest
-    names = selection.names([*m.tensor_names, *m.value_names])
+    names = selection.names(source)
     values = [name for name in m.value_names if name in names]
     if values:
         raise UnsupportedFormatError(
