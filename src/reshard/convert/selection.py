@@ -11,6 +11,7 @@ import torch
 
 from reshard.api import MissingKeyError, UnsupportedFormatError
 from reshard.checkpoint.stored_tensors import StoredTensors
+from reshard.format.plain_dtypes import PACKED_DTYPES
 from reshard.plans.mismatches import describe_missing
 from reshard.tensors.composites import KIND
 
@@ -35,7 +36,7 @@ class Selection:
 
     `keys` are names, or what names begin with up to a dot; None stands for all. Names that match
     a pattern of `exclude` are left out. `rename` gives a name its new one; `dtype` is what
-    floating-point tensors are converted to.
+    floating-point tensors are converted to, except for packed ones: torch converts none.
     """
 
     keys: Sequence[str] | None = None
@@ -69,7 +70,9 @@ class Selection:
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """What a tensor of `dtype` becomes."""
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+        if self.dtype is None or not dtype.is_floating_point or dtype in PACKED_DTYPES:
+            return dtype
+        return self.dtype
 
 
 def _check_nesting(owners: Mapping[str, str]) -> None:

@@ -30,6 +30,7 @@ from reshard.coordination.exchange import TextExchange
 from reshard.coordination.pairing import Intent
 from reshard.filesystem import FileSystemWriter
 from reshard.foreign.opening import open_manifest
+from reshard.format.plain_dtypes import PACKED_DTYPES
 from reshard.operations.ranks import Ranks
 from reshard.operations.renaming import Rename, name_changer
 from reshard.operations.save import Save, SaveJob, SaveSettings
@@ -76,6 +77,11 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         dtype = found
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype is a floating-point dtype of torch, not {dtype!r}")
+    if dtype in PACKED_DTYPES:
+        raise ValueError(
+            f"torch converts nothing to {dtype}, of which an element is two numbers. Quantise the "
+            "model, and save it"
+        )
     return dtype
 
 
