@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from reshard.api import CorruptCheckpointError, UnsafeValueError, UnsupportedFormatError
+from reshard.checkpoint.unusual_tensors import Unusual, make_unusual
 from reshard.engine.streams import source_stream
+from reshard.format.torch_files import encode_stored
 from reshard.format.torch_trees import read_tree, to_objects
-from reshard.format.torch_zip import ZIP_MAGIC, Archive, StoredTensor, check_tensor, describe
-from reshard.format.values import encode_value
+from reshard.format.torch_zip import (
+    ZIP_MAGIC,
+    Archive,
+    BlankTensor,
+    SparseTensor,
+    StoredTensor,
+    check_tensor,
+    describe,
+)
 from reshard.stores.protocol import Reader
 from reshard.tensors.flatten import flatten_state_dict
 from reshard.tensors.paths import PathMap, get_element
@@ -23,10 +33,11 @@ VALUE = "torch-value"
 
 
 class ClosedValue:
-    """Something that only running code could make."""
+    """Something that is not made yet: a sparse tensor, or what only running code could make."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tree: Any) -> None:
         self.name = name
+        self.tensor = tree if isinstance(tree, SparseTensor | BlankTensor) else None
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,8 @@ def read_archive(source: Reader, where: str) -> FlatArchive:
 
 def _closed(value: Any) -> Iterator[str]:
     if isinstance(value, ClosedValue):
-        yield value.name
+        if value.tensor is None:
+            yield value.name
     elif isinstance(value, dict):
         for part in value.values():
             yield from _closed(part)
@@ -96,11 +108,24 @@ def _closed(value: Any) -> Iterator[str]:
             yield from _closed(part)
 
 
+def _opened(value: Any, make: Callable[[Unusual], torch.Tensor]) -> Any:
+    """A value with the tensors in place of what stands for them."""
+    if isinstance(value, ClosedValue):
+        return value if value.tensor is None else make(value.tensor)
+    if isinstance(value, dict):
+        return type(value)((key, _opened(part, make)) for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return type(value)([_opened(part, make) for part in value])
+    return value
+
+
 def encode_from(flat: FlatArchive, name: str, source: Reader, allow_pickle: bool) -> bytes:
     """A value of a file as the bytes of a stored one."""
     closed = flat.closed_in(name)
     if closed is None:
-        return encode_value(flat.values[name])
+        where = f"the stored value of {name!r}"
+        value = _opened(flat.values[name], partial(make_unusual, flat.archive, source, where))
+        return encode_stored(value)
     if not allow_pickle:
         raise UnsafeValueError(
             f"{name!r} is stored as a pickled object that could run code when it is read (it asks "
