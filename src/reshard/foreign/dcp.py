@@ -112,7 +112,7 @@ class _Reading:
         return ForeignTable(
             DCP,
             ends,
-            tensors,
+            self._tie(tensors),
             values,
             list(self._codecs),
             self._planner_data(fields.get("planner_data")),
@@ -171,6 +171,28 @@ class _Reading:
             )
         full = [chunk for chunk in found.values() if 0 not in chunk.sizes]
         return ForeignTensor(name, dtype, shape, full or list(found.values())[:1], flags)
+
+    def _tie(self, tensors: Sequence[ForeignTensor]) -> list[ForeignTensor]:
+        """The same, with names of the same records as names of one tensor.
+
+        DCP stores tied weights once for each name; what we write for it stores them once.
+        """
+        blob = self._codecs.get(SAFETENSORS_RECORD)
+        firsts: dict[tuple[int, int], int] = {}
+        tied: list[ForeignTensor] = []
+        for row, tensor in enumerate(tensors):
+            tied.append(tensor)
+            # In a blob the name tells which record it is.
+            places = [
+                (chunk.file, chunk.begin)
+                for chunk in tensor.chunks
+                if chunk.codec != blob and 0 not in chunk.sizes
+            ]
+            if places:
+                same = firsts.setdefault(min(places), row)
+                if same != row and _is_same(tensor, tensors[same]):
+                    tied[-1] = tensor._replace(chunks=(), alias_of=same)
+        return tied
 
     def _value(
         self,
@@ -299,6 +321,10 @@ class _Reading:
             f"{self._where} is not metadata of torch.distributed.checkpoint: it has {what[:200]}. "
             "Load another checkpoint"
         )
+
+
+def _is_same(one: ForeignTensor, other: ForeignTensor) -> bool:
+    return (one.dtype, one.shape, {*one.chunks}) == (other.dtype, other.shape, {*other.chunks})
 
 
 def _only_offsets(entry: Record) -> tuple[int, ...]:
