@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
 import reshard
-from reshard.api import UnsupportedLayoutError
+from reshard.api import UnsupportedFormatError, UnsupportedLayoutError
 from reshard.checkpoint.directory import is_committed
 from reshard.planner import WriteItemType
 from reshard.planning.columns import DTYPES
@@ -184,6 +184,21 @@ def test_dcp_loads_a_nested_state_dict_with_tuples_into_its_own_template(tmp_pat
     assert found["optimizer"]["groups"] == [{"lr": 0.1, "params": [0, 1]}]
     assert torch.equal(found["optimizer"]["pair"][0], torch.ones(2))
     assert found["step"] == 5
+
+
+def test_stored_tensors_that_consist_of_others_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    state = {"scaled": Scaled(torch.ones(4), torch.ones(1)), "plain": torch.ones(2)}
+    reshard.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    with pytest.raises(UnsupportedFormatError, match=r"'scaled'.*exclude='scaled\.\*'.*dequant"):
+        reshard.convert(tmp_path / "ours", tmp_path / "saved", "dcp")
+    assert not (tmp_path / "saved").exists()
+
+    reshard.convert(tmp_path / "ours", tmp_path / "saved", "dcp", exclude="scaled.*")
+    assert dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata.keys() == {
+        "plain"
+    }
 
 
 def test_tied_weights_are_written_once_and_loaded_under_both_names(tmp_path: Path) -> None:

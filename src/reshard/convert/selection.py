@@ -95,7 +95,8 @@ def check_plain(names: Iterable[str], where: str, target: str) -> None:
             whose = name.removesuffix(KIND)
             raise UnsupportedFormatError(
                 f"{whose[:-1]!r} of {where} consists of other tensors, and {target} has no place "
-                f"for its parts. Leave it out with exclude={f'{whose}*'!r}"
+                f"for its parts. Leave it out with exclude={f'{whose}*'!r}, or load it and save "
+                "plain tensors, such as what it dequantizes to"
             )
 
 
