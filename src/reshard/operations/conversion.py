@@ -37,6 +37,7 @@ from reshard.operations.save import Save, SaveJob, SaveSettings
 from reshard.operations.targets import Place, SaveTarget, comparable_place
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
+from reshard.tensors.flatten import Rules
 
 _THREADS = 4
 """Some of them wait for the disk."""
@@ -125,19 +126,23 @@ def save_again(
         FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite), None
     )
     channel = ranks.open_channel(save_to.intent("convert", True))
-    with channel, _opened(source, channel, settings.allow_pickle) as tensors:
+    # In DCP's checkpoints a tuple is a value, and only so does its load find it.
+    rules = Rules.DCP if format == "dcp" else Rules.CURRENT
+    with channel, _opened(source, channel, settings.allow_pickle, rules) as tensors:
         planner = StoredPlanner(tensors, settings.selection())
         job = SaveJob({}, save_to.choose_writer(), planner, SaveSettings(format=format))
         Save(job, channel).run()
 
 
 @contextlib.contextmanager
-def _opened(source: Place, channel: Channel, allow_pickle: bool = False) -> Iterator[StoredTensors]:
+def _opened(
+    source: Place, channel: Channel, allow_pickle: bool = False, rules: Rules = Rules.CURRENT
+) -> Iterator[StoredTensors]:
     found: list[StoredTensors] = []
 
     def open_source() -> None:
         save_queue().settle(comparable_place(source))
-        store, manifest = open_manifest(LocalStore(source))
+        store, manifest = open_manifest(LocalStore(source), rules=rules)
         found.append(StoredTensors(store, manifest, allow_pickle=allow_pickle))
 
     channel.do_together("open", open_source)
