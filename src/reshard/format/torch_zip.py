@@ -485,17 +485,15 @@ def _layout(name: Any) -> str:
 
 
 def _sparse_tensor(layout: Any, data: Any) -> SparseTensor | Record:
-    if type(data) is not tuple or not 3 <= len(data) <= 4 or type(layout) is not str:
-        raise ValueError("a malformed sparse tensor")
     count = 2 if layout == "torch.sparse_coo" else 3
-    parts, (shape, *flags) = data[:count], data[count:] or ((),)
+    if type(layout) is not str or type(data) is not tuple or not count < len(data) <= 4:
+        raise ValueError("a malformed sparse tensor")
+    parts, shape, flag = data[:count], data[count], data[-1] if count == 2 else None
     if any(type(part) in (Record, Unknown) for part in parts):
         return Record("sparse tensor of unusual ones")
     if not all(type(part) is StoredTensor for part in parts) or not isinstance(shape, tuple):
         raise ValueError("a malformed sparse tensor")
-    return SparseTensor(
-        layout, parts, tuple(shape), flags[0] if flags in ([True], [False]) else None
-    )
+    return SparseTensor(layout, parts, shape, flag if type(flag) is bool else None)
 
 
 def _blank_tensor(dtype: Any, shape: Any, strides: Any, requires_grad: Any = False) -> Any:
@@ -503,7 +501,7 @@ def _blank_tensor(dtype: Any, shape: Any, strides: Any, requires_grad: Any = Fal
         return dtype
     if type(dtype) is not torch.dtype or type(strides) is not tuple or not isinstance(shape, tuple):
         raise ValueError("a malformed tensor without data")
-    return BlankTensor(dtype, tuple(shape), strides, requires_grad is True)
+    return BlankTensor(dtype, shape, strides, requires_grad is True)
 
 
 def read_size(extents: Any = ()) -> tuple[int, ...]:
