@@ -11,11 +11,11 @@ from reshard.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
+from reshard.object_storage import ObjectStoreReader, ObjectStoreWriter
 from reshard.optimizer import load_sharded_optimizer_state_dict
 from reshard.patching import patch
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from reshard.protocol import CheckpointableTensor
-from reshard.object_storage import ObjectStoreReader, ObjectStoreWriter
 from reshard.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from reshard.rank_values import per_rank
 from reshard.state_dict_loader import (

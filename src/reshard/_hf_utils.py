@@ -10,7 +10,6 @@ from typing import IO, Any
 import torch
 
 from reshard.foreign.safetensors import (
-    DTYPES,
     INDEX,
     OFFSETS_FIELD,
     SHARDING_NOTE,
@@ -18,6 +17,7 @@ from reshard.foreign.safetensors import (
     VERSION_NOTE,
     file_name,
 )
+from reshard.format.plain_dtypes import PLAIN_DTYPES
 
 __all__ = ["DTYPE_MAP", "SUFFIX"]
 
@@ -34,7 +34,7 @@ SAVED_OFFSETS_KEY = OFFSETS_FIELD
 SHAPE_KEY, DATA_KEY, DTYPE_KEY, DATA_OFFSETS_KEY = "shape", "data", "dtype", "data_offsets"
 FORMAT_KEY, FORMAT_VALUE = "format", "pt"
 NUM_BYTES_FOR_HEADER_LEN = 8
-DTYPE_MAP = dict(DTYPES)
+DTYPE_MAP = dict(PLAIN_DTYPES)
 
 
 def _gen_file_name(index: int, largest_index: int, shard_index: int | None = None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ __all__ = ["Comparison", "convert", "delete", "materialise", "same"]
 
 
 def materialise(
-    checkpoint_id: str | os.PathLike[str], destination: str | os.PathLike[str] | None = None
+    checkpoint_id: str | os.PathLike[str],
+    destination: str | os.PathLike[str] | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> bool:
     """Make a checkpoint whole again: copy what it refers to in other checkpoints.
 
@@ -28,10 +31,15 @@ def materialise(
     and checked on the way. Atomic as a save is; readers see the checkpoint before or after.
     Returns whether there was anything to copy.
     """
-    return make_whole(checkpoint_id, destination)
+    return make_whole(checkpoint_id, destination, storage_options)
 
 
-def delete(checkpoint_id: str | os.PathLike[str], *, materialise: bool = False) -> None:
+def delete(
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    materialise: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
     """Delete a checkpoint, unless another one refers to it.
 
     Looked at are all checkpoints in the same folder, those of the same name in folders beside it
@@ -40,7 +48,7 @@ def delete(checkpoint_id: str | os.PathLike[str], *, materialise: bool = False) 
     names them. What is not of a checkpoint stays; checkpoints of other formats, and links to
     checkpoints, are refused.
     """
-    _delete(checkpoint_id, materialise)
+    _delete(checkpoint_id, materialise, storage_options)
 
 
 def convert(
@@ -55,13 +63,15 @@ def convert(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     allow_pickle: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
     """Write what a checkpoint holds in another format, or under other names.
 
     The source is any checkpoint that `load` reads: ours, one of DCP, a directory of safetensors
-    files such as one of Hugging Face, or a single file of safetensors or of `torch.save`. Formats:
+    files such as one of Hugging Face, or a single file of safetensors or of `torch.save`. Both may
+    be URLs, with `storage_options` as for `load`. Formats:
 
     - `"reshard"`: a checkpoint of ours.
     - `"huggingface"`: safetensors files of at most `max_shard_size`, with an index if there are
@@ -88,12 +98,17 @@ def convert(
     a destination that is taken: before anything is written, and the same for every format.
     """
     settings = ConversionSettings(
-        keys, exclude, rename, dtype, max_shard_size, overwrite, allow_pickle
+        keys, exclude, rename, dtype, max_shard_size, overwrite, allow_pickle, storage_options
     )
     convert_checkpoint(source, destination, format, settings, Ranks(process_group, no_dist))
 
 
-def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:
+def same(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Comparison:
     """Whether two checkpoints hold the same data, whatever their layouts.
 
     Only the manifests are read. Tensors that are cut in the same way on both sides are compared
@@ -101,4 +116,4 @@ def same(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Compa
     values by their checksums. The result is true if everything is there on both sides and equal,
     and names what is not.
     """
-    return compare(first, second)
+    return compare(first, second, storage_options)

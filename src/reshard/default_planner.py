@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from reshard.format.torch_files import decode_stored
-from reshard.format.values import decode_value, encode_value
+from reshard.format.torch_files import decode_stored, encode_stored
+from reshard.format.values import decode_value
 from reshard.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -215,7 +215,7 @@ class DefaultSavePlanner(SavePlanner):
         """What to write for `object`: tensors as they are, values as bytes."""
         if write_item.type is not WriteItemType.BYTE_IO:
             return object
-        return io.BytesIO(encode_value(object))
+        return io.BytesIO(encode_stored(object))
 
 
 class DefaultLoadPlanner(LoadPlanner):

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import reshard
 from reshard.api import (
@@ -26,9 +28,12 @@ from reshard.api import (
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.convert import copying, safetensors
 from reshard.convert.drafts import new_token
-from reshard.foreign.safetensors import DTYPES
+from reshard.format.plain_dtypes import PACKED_DTYPES, PLAIN_DTYPES
 from reshard.stores.local import LocalStore
 from support.ranks import run_ranks
+
+PAIRS: Any = getattr(torch, "float4_e2m1fn_x2", None)
+needs_pairs = pytest.mark.skipif(PAIRS is None, reason="this torch has no 4-bit floats")
 
 
 def bits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -51,11 +56,13 @@ def save(folder: Path, **state: Any) -> Path:
     return folder / "saved"
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
+@pytest.mark.parametrize("dtype", list(PLAIN_DTYPES.values()), ids=str)
 def test_every_dtype_that_safetensors_has_goes_there_and_back(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    tensors = {"m": bits(7, 5, dtype=dtype), "scalar": bits(1, dtype=dtype)[0], "none": bits(0, 3)}
+    tensors = {"m": bits(7, 5, dtype=dtype), "none": bits(0, 3, dtype=dtype)}
+    if dtype not in PACKED_DTYPES:
+        tensors["scalar"] = bits(1, dtype=dtype)[0]
     place = save(tmp_path, **tensors)
 
     reshard.convert(place, tmp_path / "hf", "huggingface")
@@ -79,6 +86,57 @@ def test_a_dtype_that_safetensors_lacks_is_refused_before_anything_is_written(
         reshard.convert(place, tmp_path / "hf", "huggingface")
 
     assert not (tmp_path / "hf").exists()
+
+
+@needs_pairs
+def test_pairs_of_4_bit_floats_are_the_bytes_that_safetensors_itself_writes(tmp_path: Path) -> None:
+    packed = bits(6, 4, dtype=PAIRS)
+    save_file({"w": packed}, tmp_path / "theirs.safetensors")
+    target = {"w": torch.zeros(6, 4, dtype=torch.uint8).view(PAIRS)}
+    reshard.load(target, checkpoint_id=tmp_path / "theirs.safetensors")
+    assert same_bits(target["w"], packed)
+
+    reshard.convert(tmp_path / "theirs.safetensors", tmp_path / "hf", "huggingface")
+    with safe_open(tmp_path / "hf/model.safetensors", "pt") as opened:
+        stored = opened.get_slice("w")
+        assert (stored.get_dtype(), stored.get_shape()) == ("F4", [6, 8])
+
+
+@needs_pairs
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pairs_of_4_bit_floats_are_found_in_safetensors_files_of_dcp(tmp_path: Path) -> None:
+    packed = bits(6, 4, dtype=PAIRS)
+    writer = dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"w": packed}, storage_writer=writer, no_dist=True)
+    assert same_bits(reshard.read_state_dict(tmp_path)["w"], packed)
+
+
+@needs_pairs
+def test_pairs_of_4_bit_floats_stay_as_they_are_when_others_are_cast(tmp_path: Path) -> None:
+    packed = bits(6, 4, dtype=PAIRS)
+    place = save(tmp_path, packed=packed, plain=torch.ones(2))
+
+    reshard.convert(place, tmp_path / "hf", "huggingface", dtype="bfloat16")
+
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert same_bits(found["packed"], packed)
+    assert found["plain"].dtype is torch.bfloat16
+    with pytest.raises(ValueError, match=r"converts nothing to torch\.float4"):
+        reshard.convert(place, tmp_path / "other", "huggingface", dtype=PAIRS)
+
+
+@needs_pairs
+def test_pairs_without_a_dimension_are_refused_and_so_are_halves_of_a_pair(tmp_path: Path) -> None:
+    place = save(tmp_path, one=bits(1, dtype=PAIRS)[0])
+    with pytest.raises(UnsupportedFormatError, match=r"'one'.*is a scalar of .*float4"):
+        reshard.convert(place, tmp_path / "hf", "huggingface")
+
+    entry = {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}
+    header = json.dumps({"odd": entry}).encode()
+    file = tmp_path / "odd.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    with pytest.raises(UnsupportedFormatError, match=r"'odd'.*F4.*\[2, 3\].*must be even"):
+        reshard.read_state_dict(file)
 
 
 def test_a_value_is_refused_by_its_name_unless_it_is_left_out(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 import reshard
-from reshard.api import CheckpointException
+from reshard.api import CheckpointException, CoverageError
 from support import dcp_files
 from support.dcp_files import edit_metadata, edit_text
 
@@ -195,6 +197,40 @@ def test_what_dcp_and_torch_save_wrote_can_be_converted(tmp_path: Path) -> None:
         found = reshard.read_state_dict(converted, verify="full")
         assert torch.equal(found["model"]["weight"], expected["model"]["weight"])
         assert (found["step"], found["note"]) == (7, "a value")
+
+
+def test_names_of_one_record_stay_tied(tmp_path: Path) -> None:
+    weight = torch.arange(12.0).view(3, 4)
+    state = {"in": weight, "out": weight, "like": weight.clone(), "none": weight[:0]}
+    reshard.save(state | {"no": state["none"]}, checkpoint_id=tmp_path / "dcp", format="dcp")
+    reshard.convert(tmp_path / "dcp", tmp_path / "ours", "reshard")
+    reshard.convert(tmp_path / "dcp", tmp_path / "hf", "huggingface")
+    for folder in ("dcp", "ours", "hf"):
+        found = reshard.read_state_dict(tmp_path / folder)
+        assert found["in"] is not found["like"]
+        assert found["in"].data_ptr() == found["out"].data_ptr() != found["like"].data_ptr()
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+    with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["in", "like", "no", "none"]
+        assert file.metadata()["out"] == "in"
+
+
+def test_a_tensor_of_which_nothing_was_stored_is_told_when_it_is_read(tmp_path: Path) -> None:
+    dcp_files.save(tmp_path)
+    edit_metadata(
+        tmp_path, lambda metadata: metadata.state_dict_metadata["model.weight"].chunks.clear()
+    )
+    assert reshard.read_tensor(tmp_path, "model.bias").tolist() == [0, 1, 2, 3]
+    with pytest.raises(CoverageError, match=r"model\.weight"):
+        reshard.read_tensor(tmp_path, "model.weight")
+
+
+def test_tensors_of_one_safetensors_record_are_not_tied(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"a": torch.ones(3), "b": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+    found = reshard.read_state_dict(tmp_path)
+    assert found["a"].tolist() == [1, 1, 1]
+    assert found["b"].tolist() == [0, 0, 0]
 
 
 def test_a_rank_that_a_cast_planner_wrote_is_told(tmp_path: Path) -> None:

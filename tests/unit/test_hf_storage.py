@@ -22,6 +22,7 @@ from reshard.api import (
     StateDictError,
     UnsupportedFormatError,
 )
+from reshard.format.plain_dtypes import PLAIN_DTYPES
 from reshard.stores.local import LocalStore
 from support.plain_files import INDEX, write_shard, write_tensors
 from support.torch_version import needs_hugging_face_shards
@@ -183,6 +184,20 @@ def test_what_the_files_cannot_hold_is_refused_before_anything_is_written(
 def test_a_tensor_that_the_mapping_does_not_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="'count'"):
         save(tmp_path, {"a": torch.ones(1), "count": torch.ones(1)}, fqn_to_index_mapping={"a": 1})
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("dtype", list(PLAIN_DTYPES.values()), ids=str)
+def test_every_dtype_that_safetensors_has_is_saved_and_loaded(
+    dtype: torch.dtype, is_sharded: bool, tmp_path: Path
+) -> None:
+    stored = (torch.arange(6 * 8) % 2).to(torch.uint8).view(dtype).view(6, -1)
+    save(tmp_path, {"w": stored}, save_distributed=is_sharded, enable_consolidation=is_sharded)
+    target = {"w": torch.zeros(6 * 8, dtype=torch.uint8).view(dtype).view(6, -1)}
+    reshard.load(target, storage_reader=reshard.HuggingFaceStorageReader(tmp_path), no_dist=True)
+    (whole,) = tmp_path.glob("model-*.safetensors")
+    assert same(load_file(whole)["w"], stored)
+    assert same(target["w"], stored)
 
 
 @pytest.mark.parametrize("number", [0, -1, "1", None])

@@ -10,7 +10,7 @@ import pickle
 import pickletools
 import struct
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,6 +29,11 @@ class Thing:
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
+
+
+class _Pair(NamedTuple):
+    one: Any
+    other: Any
 
 
 class _Runs:
@@ -252,6 +257,16 @@ def test_keys_that_would_take_long_to_hash_are_refused() -> None:
     begin = time.perf_counter()
     with pytest.raises(CorruptCheckpointError, match="nested tuple"):
         read_pickle(b"\x80\x02}" + doubled + b"h\x3cNs.", {}, "it")
+    # The same within what a table makes, such as the description of a tensor; 2**18 of them.
+    few = b")q\x000" + b"".join(
+        b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) + b"0" for i in range(18)
+    )
+    with pytest.raises(CorruptCheckpointError, match="nested tuple"):
+        read_pickle(
+            b"\x80\x02}" + few + b"ca\npair\nh\x12h\x12\x86RNs.",
+            {("a", "pair"): Maker(_Pair)},
+            "it",
+        )
     # Equal hashes: each key would be compared with all before.
     alike = {((1 << 61) - 1) * i: None for i in range(1 << 61, (1 << 61) + 5000)}
     with pytest.raises(CorruptCheckpointError, match="keys of unusual types"):

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import collections
 import decimal
+import io
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import reshard
-from reshard.api import MissingKeyError, UnsafeValueError, UnsupportedFormatError
+from reshard.api import (
+    CorruptCheckpointError,
+    MissingKeyError,
+    UnsafeValueError,
+    UnsupportedFormatError,
+)
+from reshard.format.torch_files import decode_stored
 from support import dcp_files
+
+_ONES = torch.ones(2)
 
 
 def _trained() -> dict[str, Any]:
@@ -117,12 +129,103 @@ def test_what_is_not_a_state_dict_is_refused(tmp_path: Path, thing: Any) -> None
         reshard.read_state_dict(path)
 
 
-def test_sparse_tensors_need_code(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save({"sparse": torch.eye(3).to_sparse(), "dense": torch.ones(2)}, path)
-    with pytest.raises(UnsafeValueError, match="'sparse'"):
+_LAYOUTS = [
+    torch.Tensor.to_sparse_coo,
+    torch.Tensor.to_sparse_csr,
+    torch.Tensor.to_sparse_csc,
+    lambda dense: dense.to_sparse_bsr(2),
+    lambda dense: dense.to_sparse_bsc(2),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor")
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_sparse_tensors_come_back_in_their_layout(tmp_path: Path, layout: Any) -> None:
+    path, sparse = tmp_path / "state.pt", layout(torch.eye(4, dtype=torch.bfloat16) * 3)
+    torch.save({"a": sparse, "in": {"tuple": (nn.Parameter(sparse), 1)}, "dense": _ONES}, path)
+    reshard.convert(path, tmp_path / "ours", "reshard")
+    reshard.convert(tmp_path / "ours", tmp_path / "again.pt", "torch")
+    for place in (path, tmp_path / "ours", tmp_path / "again.pt"):
+        found = reshard.read_state_dict(place)
+        for each in (found["a"], found["in"]["tuple"][0]):
+            assert (each.layout, each.dtype) == (sparse.layout, sparse.dtype)
+            assert torch.equal(each.to_dense(), sparse.to_dense())
+        assert torch.equal(reshard.read_tensor(place, "dense"), _ONES)
+    assert torch.load(tmp_path / "again.pt", weights_only=True)["a"].layout is sparse.layout
+
+
+def test_a_sparse_tensor_that_does_not_add_up_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    indices = torch.tensor([[0, 7]])
+    sparse = torch.sparse_coo_tensor(indices, torch.ones(2), (8,), check_invariants=True)
+    torch.save({"a": sparse, "b": _ONES}, path)
+    # The last index, 7, becomes one beyond the end.
+    path.write_bytes(path.read_bytes().replace(bytes([7, 0, 0, 0, 0, 0, 0, 0]), b"\x08" + bytes(7)))
+    with pytest.raises(CorruptCheckpointError, match=r"'a' is a malformed sparse tensor: size"):
         reshard.read_state_dict(path)
-    assert torch.equal(reshard.read_tensor(path, "dense"), torch.ones(2))
+    with pytest.raises(CorruptCheckpointError, match=r"'v' is a malformed sparse tensor: size"):
+        decode_stored("v", path.read_bytes(), allow_pickle=False)
+    assert torch.equal(reshard.read_tensor(path, "b"), _ONES)
+
+
+def test_tensors_without_data_come_back_without(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    torch.save({"a": torch.empty(4, 2, dtype=torch.half, device="meta").t(), "b": _ONES}, path)
+    found = reshard.read_state_dict(path)
+    assert (found["a"].device.type, found["a"].dtype) == ("meta", torch.half)
+    assert (found["a"].shape, found["a"].stride()) == ((2, 4), (1, 2))
+    assert torch.equal(found["b"], _ONES)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per")
+def test_only_the_quantised_tensor_of_a_file_needs_code(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    quantised = torch.quantize_per_tensor(torch.eye(2), 0.5, 1, torch.qint8)
+    torch.save({"q": quantised, "b": _ONES, "n": 3}, path)
+    with pytest.raises(UnsafeValueError, match=r"'q'.*quantised tensor.*allow_pickle=True"):
+        reshard.read_state_dict(path)
+    assert torch.equal(reshard.read_state_dict(path, keys=["b", "n"])["b"], _ONES)
+    assert torch.equal(
+        reshard.read_state_dict(path, allow_pickle=True)["q"].int_repr(), quantised.int_repr()
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:torch.distributed is disabled")
+def test_a_quantised_tensor_of_dcp_is_a_value(tmp_path: Path) -> None:
+    quantised = torch.quantize_per_tensor(torch.eye(2), 0.5, 1, torch.qint8)
+    dcp.save({"q": quantised, "b": _ONES}, checkpoint_id=tmp_path, no_dist=True)
+    found = reshard.read_state_dict(tmp_path)
+    assert torch.equal(found["q"].int_repr(), quantised.int_repr())
+    assert found["q"].q_scale() == 0.5
+    assert torch.equal(found["b"], _ONES)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("format", ["reshard", "dcp"])
+def test_saved_tensors_that_are_not_dense_need_no_pickle(tmp_path: Path, format: Any) -> None:
+    sparse = torch.eye(3).to_sparse()
+    quantised = torch.quantize_per_tensor(torch.eye(2), 0.5, 1, torch.qint8)
+    state = {"s": sparse, "q": quantised, "b": _ONES}
+    reshard.save(state, checkpoint_id=tmp_path, no_dist=True, format=format)
+    found = reshard.read_state_dict(tmp_path)
+    assert torch.equal(found["s"].to_dense(), torch.eye(3))
+    assert torch.equal(found["q"].dequantize(), torch.eye(2))
+    if format == "dcp":
+        target = {"s": sparse * 0, "q": quantised, "b": torch.zeros(2)}
+        dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(target["s"].to_dense(), torch.eye(3))
+
+
+def test_a_tensor_in_a_pickle_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w") as archive:
+        # Not by torch.save: the storage is within the pickle, and loaded by a function.
+        archive.writestr("archive/data.pkl", pickle.dumps({"a": _ONES, "n": 3}, protocol=2))
+        archive.writestr("archive/version", "3\n")
+    (tmp_path / "state.pt").write_bytes(inner.getvalue())
+    with pytest.raises(UnsafeValueError, match=r"'a'.*_load_from_bytes.*allow_pickle=True"):
+        reshard.read_state_dict(tmp_path / "state.pt")
+    assert reshard.read_state_dict(tmp_path / "state.pt", keys=["n"]) == {"n": 3}
 
 
 def test_a_big_endian_file_is_read(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
 import reshard
-from reshard.api import UnsupportedLayoutError
+from reshard.api import UnsupportedFormatError, UnsupportedLayoutError
 from reshard.checkpoint.directory import is_committed
 from reshard.engine.torch_writing import _GrowingFile
 from reshard.planner import WriteItemType
@@ -187,6 +187,68 @@ def test_dcp_loads_a_nested_state_dict_with_tuples_into_its_own_template(tmp_pat
     assert found["optimizer"]["groups"] == [{"lr": 0.1, "params": [0, 1]}]
     assert torch.equal(found["optimizer"]["pair"][0], torch.ones(2))
     assert found["step"] == 5
+
+
+def test_stored_tensors_that_consist_of_others_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    state = {"scaled": Scaled(torch.ones(4), torch.ones(1)), "plain": torch.ones(2)}
+    reshard.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    with pytest.raises(UnsupportedFormatError, match=r"'scaled'.*exclude='scaled\.\*'.*dequant"):
+        reshard.convert(tmp_path / "ours", tmp_path / "saved", "dcp")
+    assert not (tmp_path / "saved").exists()
+
+    reshard.convert(tmp_path / "ours", tmp_path / "saved", "dcp", exclude="scaled.*")
+    assert dcp.FileSystemReader(tmp_path / "saved").read_metadata().state_dict_metadata.keys() == {
+        "plain"
+    }
+
+
+def _with_tuples(scale: float) -> dict[str, Any]:
+    weight = torch.arange(1.0, 7.0).view(2, 3) * scale
+    pair = (weight, weight.t(), torch.ones(1).expand(3) * scale, torch.eye(2).to_sparse() * scale)
+    return {"model": {"pair": pair, "list": [weight, 5]}, "plain": (1, "x")}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_tuples_of_a_torch_save_file_load_with_dcp_into_the_same_template(tmp_path: Path) -> None:
+    torch.save(_with_tuples(1), tmp_path / "state.pt")
+    reshard.convert(tmp_path / "state.pt", tmp_path / "dcp", "dcp")
+    by_dcp = _with_tuples(0)
+    load_with_dcp(by_dcp, tmp_path / "dcp", no_dist=True)
+    expected = _with_tuples(1)
+    for found in (by_dcp, reshard.read_state_dict(tmp_path / "dcp")):
+        assert found["plain"] == (1, "x")
+        assert torch.equal(found["model"]["list"][0], expected["model"]["list"][0])
+        pair = found["model"]["pair"]
+        assert type(pair) is tuple
+        for one, other in zip(pair, expected["model"]["pair"], strict=True):
+            assert one.layout is other.layout
+            assert torch.equal(one.to_dense(), other.to_dense())
+
+
+def test_a_tuple_that_was_flattened_in_a_checkpoint_of_ours_is_a_list_for_dcp(
+    tmp_path: Path,
+) -> None:
+    state = {"pair": (torch.ones(2), 5)}
+    reshard.save(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    reshard.convert(tmp_path / "ours", tmp_path / "dcp", "dcp")
+    as_list, as_tuple = {"pair": [torch.zeros(2), 0]}, {"pair": (torch.zeros(2), 0)}
+    load_with_dcp(as_list, tmp_path / "dcp", no_dist=True)
+    reshard.load(as_tuple, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert as_list["pair"][1] == as_tuple["pair"][1] == 5
+    assert torch.equal(as_list["pair"][0], state["pair"][0])
+    assert torch.equal(as_tuple["pair"][0], state["pair"][0])
+
+
+def test_views_in_a_tuple_that_take_much_more_than_the_file_are_refused(tmp_path: Path) -> None:
+    whole = torch.zeros(10_000)
+    views = tuple(whole[begin:] for begin in range(9))
+    torch.save({"views": views, "step": 3}, tmp_path / "state.pt")
+    with pytest.raises(UnsupportedFormatError, match=r"'views'.*more than 4 times the .* clones"):
+        reshard.convert(tmp_path / "state.pt", tmp_path / "dcp", "dcp")
+    assert not (tmp_path / "dcp").exists()
+    reshard.convert(tmp_path / "state.pt", tmp_path / "dcp", "dcp", exclude="views")
 
 
 def test_tied_weights_are_written_once_and_loaded_under_both_names(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reshard.api import CorruptCheckpointError
-from reshard.checkpoint.torch_archives import VALUE, FlatArchive, encode_from, read_archive
+from reshard.checkpoint.torch_archives import FlatArchive, encode_from, read_archive, rules_of
 from reshard.checkpoint.torch_records import Chunk, TorchRecords, is_record
 from reshard.engine.decoding import DecodedChunk, FrameBuffers
 from reshard.engine.fetching import Prefetch, plan_fetches
@@ -305,9 +305,10 @@ class ShardFiles:
         path = self.open(int(m.value_files[row]))
         where = f"{path!r} of {self.store.location}"
         codec = 0 if m.value_codecs is None else int(m.value_codecs[row])
-        if codec and m.codec_names[codec - 1] == VALUE and not m.is_ours:
+        rules = rules_of(m.codec_names[codec - 1]) if codec and not m.is_ours else None
+        if rules is not None:
             if path not in self._archives:
-                self._archives[path] = read_archive(self.readers[path], where)
+                self._archives[path] = read_archive(self.readers[path], where, rules)
             flat = self._archives[path]
             return encode_from(flat, name, self.readers[path], self._allow_pickle)
         stored = read_bytes(

@@ -153,7 +153,7 @@ class StoredTensors:
                 return None
         if sum(count for _, count in groups) != shape[0]:
             return None
-        return list(groups.values())
+        return [groups[place] for place in sorted(groups)]
 
     def stream(
         self, tensor: int, slab: Sequence[int], take: Callable[[int, torch.Tensor], None]

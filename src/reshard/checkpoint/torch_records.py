@@ -17,12 +17,12 @@ from reshard.engine.records import DecodedRecord, read_strided
 from reshard.engine.streams import StreamExtension, decode_value
 from reshard.format.container import (
     MOST_PLAIN_HEADER_BYTES,
-    SAFETENSORS_DTYPES,
     BytesSource,
     Entry,
     parse_header,
     read_header,
 )
+from reshard.format.plain_dtypes import PLAIN_DTYPES, torch_shape
 from reshard.format.torch_zip import (
     KnownRecords,
     Storage,
@@ -109,9 +109,9 @@ class TorchRecords:
         if entry is None:
             raise CorruptCheckpointError(f"{where} does not hold that tensor")
         if (
-            tuple(entry.shape) != chunk.shape
+            torch_shape(entry) != chunk.shape
             or entry.end - entry.begin != chunk.content_nbytes
-            or SAFETENSORS_DTYPES.get(chunk.dtype, entry.dtype) != entry.dtype
+            or PLAIN_DTYPES.get(entry.dtype, chunk.dtype) is not chunk.dtype
         ):
             raise CorruptCheckpointError(
                 f"{where} holds a tensor of shape {list(entry.shape)} and dtype {entry.dtype}, but "

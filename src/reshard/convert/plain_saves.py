@@ -29,7 +29,8 @@ from reshard.foreign.safetensors import (
     VERSION_NOTE,
     file_name,
 )
-from reshard.format.container import SAFETENSORS_DTYPES
+from reshard.format.container import Entry
+from reshard.format.plain_dtypes import plain_entry, why_not_plain
 from reshard.planner import SavePlan, WriteItem
 from reshard.planning.columns import BYTES, DTYPES, WriteColumns
 from reshard.plans.results import WriteResults, WrittenColumns, WrittenFile
@@ -83,10 +84,11 @@ class PlainLayout:
                 "of the model by itself, or all of it with reshard.FileSystemWriter"
             )
         for row, code in enumerate(schema.dtypes.tolist()):
-            if DTYPES[code] not in SAFETENSORS_DTYPES:
+            reason = why_not_plain(DTYPES[code], int(schema.ndims[row]))
+            if reason:
                 raise UnsupportedFormatError(
-                    f"safetensors has no dtype for {names[row]!r}, which is {DTYPES[code]}. "
-                    "Convert it to another, or save with reshard.FileSystemWriter"
+                    f"safetensors cannot hold {names[row]!r}, which {reason}. Convert it to "
+                    "another dtype, or save with reshard.FileSystemWriter"
                 )
         if "__metadata__" in names:
             raise StateDictError(
@@ -165,6 +167,7 @@ def write_plain_files(
                 options.durable,
                 progress.advance,
                 notes=_notes(chosen, ties),
+                describe=_describe,
             )
             written.file_ids[rows] = len(written.files)
             written.files.append(
@@ -174,6 +177,10 @@ def write_plain_files(
             written.checksums[rows] = file.checksums
             written.digests[rows] = file.digests
     return WriteResults(items, written)
+
+
+def _describe(content: Content, begin: int) -> Entry:
+    return plain_entry(content.dtype, content.shape, begin, begin + content.nbytes)
 
 
 def _group(

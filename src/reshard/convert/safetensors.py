@@ -27,13 +27,12 @@ from reshard.coordination.exchange import TextExchange
 from reshard.engine.progress import watched
 from reshard.engine.workers import default_threads, run_all, run_uninterrupted
 from reshard.foreign.dcp import part_keys, replaceable_files
-from reshard.foreign.safetensors import DTYPES, INDEX, SUFFIX
+from reshard.foreign.safetensors import INDEX, SUFFIX
 from reshard.format.container import Entry, build_header
 from reshard.format.manifest import MANIFEST_LIMIT_BYTES
+from reshard.format.plain_dtypes import plain_entry, why_not_plain
 from reshard.stores.protocol import Store
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""What safetensors calls the dtypes that it has."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
@@ -84,10 +83,11 @@ def split_into_files(tensors: Sequence[Picked], most_bytes: int) -> list[OutputF
 def check_holdable(tensors: Sequence[Picked], names: Collection[str], where: str) -> None:
     """Refuse what a safetensors file cannot hold, before anything is written."""
     for tensor in tensors:
-        if tensor.dtype not in _NAMES:
+        reason = why_not_plain(tensor.dtype, len(tensor.shape))
+        if reason:
             raise UnsupportedFormatError(
-                f"safetensors cannot hold {tensor.name!r} of {where}, whose dtype is "
-                f"{tensor.dtype}. Leave it out with exclude, or pass another dtype"
+                f"safetensors cannot hold {tensor.name!r} of {where}, which {reason}. Leave it out "
+                "with exclude, or pass another dtype"
             )
     if "__metadata__" in names:
         raise UnsupportedFormatError(
@@ -116,6 +116,9 @@ class Export:
         self._keeps_older = keeps_older
         # While one waits for the disk, another reads.
         self._threads = threads or max(2, default_threads())
+        if target.remote is not None:
+            # An object is written in order.
+            self._threads = 1
         self._source = source
         self._target = target
         self._files = files
@@ -179,6 +182,8 @@ class Export:
                     Destination(tensor, writer, begin)
                     for tensor, begin in zip(file.tensors, begins, strict=True)
                 ]
+            if self._threads == 1:
+                places.sort(key=lambda place: (writers.index(place.writer), place.begin))
             tasks = copy_tasks(self._source, places, progress.advance)
             run_all(lambda task: task(), tasks, self._threads)
             for writer in writers:
@@ -265,8 +270,7 @@ def _lay_out(tensors: Sequence[Picked], notes: Mapping[str, str]) -> tuple[bytes
     for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize):
         tensor = tensors[i]
         begins[i], end = position, position + tensor.nbytes
-        name = _NAMES[tensor.dtype]
-        entries[tensor.name] = Entry(name, tensor.shape, position, end)
+        entries[tensor.name] = plain_entry(tensor.dtype, tensor.shape, position, end)
         position = end
     header = build_header(entries, notes)
     return header, [begin + len(header) for begin in begins]

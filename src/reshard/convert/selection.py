@@ -13,6 +13,7 @@ from reshard.api import MissingKeyError, StateDictError, UnsupportedFormatError
 from reshard.checkpoint.planner_data import unpack_planner_data
 from reshard.checkpoint.stored_tensors import StoredTensors
 from reshard.engine.torch_writing import is_savable
+from reshard.format.plain_dtypes import PACKED_DTYPES
 from reshard.plans.mismatches import describe_missing
 from reshard.tensors.composites import KIND
 
@@ -37,7 +38,7 @@ class Selection:
 
     `keys` are names, or what names begin with up to a dot; None stands for all. Names that match
     a pattern of `exclude` are left out. `rename` gives a name its new one; `dtype` is what
-    floating-point tensors are converted to.
+    floating-point tensors are converted to, except for packed ones: torch converts none.
     """
 
     keys: Sequence[str] | None = None
@@ -82,7 +83,9 @@ class Selection:
 
     def dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """What a tensor of `dtype` becomes."""
-        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+        if self.dtype is None or not dtype.is_floating_point or dtype in PACKED_DTYPES:
+            return dtype
+        return self.dtype
 
 
 def _names_of_empty_dicts(source: StoredTensors) -> list[str]:
@@ -111,7 +114,8 @@ def check_plain(names: Iterable[str], where: str, target: str) -> None:
             whose = name.removesuffix(KIND)
             raise UnsupportedFormatError(
                 f"{whose[:-1]!r} of {where} consists of other tensors, and {target} has no place "
-                f"for its parts. Leave it out with exclude={f'{whose}*'!r}"
+                f"for its parts. Leave it out with exclude={f'{whose}*'!r}, or load it and save "
+                "plain tensors, such as what it dequantizes to"
             )
 
 

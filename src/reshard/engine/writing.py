@@ -121,15 +121,18 @@ def write_file(
     save_id: str = "",
     fingerprint: bool = False,
     notes: Mapping[str, str] | None = None,
+    describe: Callable[[Content, int], Entry] | None = None,
 ) -> Written:
     """Write `contents` as one safetensors file, which carries the id of its save and `notes`.
+
+    `describe` gives the entry of a content in the header, which otherwise is `stored_entry`.
 
     With `fingerprint`, the parts of chunks in the fingerprints of their tensors are computed on the
     way. `advance` is called with the bytes that were written, from several threads.
     """
     order = file_order(contents)
     with paused_collection():
-        header, begins = lay_out(contents, order, save_id, notes)
+        header, begins = lay_out(contents, order, save_id, notes, describe)
     file_bytes = len(header) + sum(content.nbytes for content in contents)
 
     sums = Sums(contents, fingerprint)
@@ -162,15 +165,17 @@ def lay_out(
     order: Sequence[int],
     save_id: str,
     notes: Mapping[str, str] | None = None,
+    describe: Callable[[Content, int], Entry] | None = None,
 ) -> tuple[bytes, Ints]:
     """The header of the file, and where each content begins."""
+    describe = describe or stored_entry
     entries: dict[str, Entry] = {}
     begins = [0] * len(contents)
     position = 0
     for i in order:
         content = contents[i]
         begins[i] = position
-        entries[content.key] = stored_entry(content, position)
+        entries[content.key] = describe(content, position)
         position += content.nbytes
     own = {"format": "pt", "save_id": save_id} if save_id else {"format": "pt"}
     header = build_header(entries, own | dict(notes or {}))

@@ -142,6 +142,9 @@ class _Reading:
             kind = entry.kind if type(entry) is Record else None
             if kind == _BYTES:
                 values.append(self._value(name, places, ends))
+            elif kind == _TENSOR and self._is_unusual(entry):
+                # Not in bytes that could be cut: torch reads it as a whole, and runs no code.
+                values.append(self._value(name, places, ends, _only_offsets(entry)))
             elif kind == _TENSOR:
                 tensors.append(self._tensor(name, entry, places, ends))
             else:
@@ -149,7 +152,7 @@ class _Reading:
         return ForeignTable(
             DCP,
             ends,
-            tensors,
+            self._tie(tensors),
             values,
             list(self._codecs),
             self._planner_data(fields.get("planner_data")),
@@ -209,10 +212,36 @@ class _Reading:
         full = [chunk for chunk in found.values() if 0 not in chunk.sizes]
         return ForeignTensor(name, dtype, shape, full or list(found.values())[:1], flags)
 
+    def _tie(self, tensors: Sequence[ForeignTensor]) -> list[ForeignTensor]:
+        """The same, with names of the same records as names of one tensor.
+
+        DCP stores tied weights once for each name; what we write for it stores them once.
+        """
+        blob = self._codecs.get(SAFETENSORS_RECORD)
+        firsts: dict[tuple[int, int], int] = {}
+        tied: list[ForeignTensor] = []
+        for row, tensor in enumerate(tensors):
+            tied.append(tensor)
+            # In a blob the name tells which record it is.
+            places = [
+                (chunk.file, chunk.begin)
+                for chunk in tensor.chunks
+                if chunk.codec != blob and 0 not in chunk.sizes
+            ]
+            if places:
+                same = firsts.setdefault(min(places), row)
+                if same != row and _is_same(tensor, tensors[same]):
+                    tied[-1] = tensor._replace(chunks=(), alias_of=same)
+        return tied
+
     def _value(
-        self, name: str, places: Mapping[Any, dict[str, Any]], ends: dict[str, int]
+        self,
+        name: str,
+        places: Mapping[Any, dict[str, Any]],
+        ends: dict[str, int],
+        offsets: tuple[int, ...] = (),
     ) -> ForeignValue:
-        place = places.get((name, ()))
+        place = places.get((name, offsets)) or places.get((name, ()))
         if place is None:
             raise CorruptCheckpointError(
                 f"{self._where} does not say where the value {name!r} is stored"
@@ -264,6 +293,17 @@ class _Reading:
             codec = ",".join((RECORD, *descriptors))
         return self._codecs.setdefault(codec, len(self._codecs) + 1)
 
+    def _is_unusual(self, entry: Record) -> bool:
+        """Whether an entry is of a tensor that is sparse or quantised, and stored as one chunk."""
+        fields = self._fields(entry, _TENSOR)
+        properties, chunks = fields.get("properties"), fields.get("chunks")
+        state = properties.state if type(properties) is Record else None
+        if type(state) is not tuple or len(state) < 2 or type(chunks) is not list:
+            return False
+        dtype, layout = state[:2]
+        is_sparse = type(layout) is str and layout.startswith("torch.sparse_")
+        return len(chunks) == 1 and (is_sparse or dtype in _QUANTISED)
+
     def _properties(self, name: str, properties: Any) -> tuple[torch.dtype, int]:
         if type(properties) is not Record or properties.kind != _PROPERTIES:
             self._refuse(f"as the properties of {name!r}", properties)
@@ -272,7 +312,7 @@ class _Reading:
             state = tuple(state.get(field) for field in _PROPERTY_FIELDS)
         if type(state) is not tuple or not state or type(state[0]) is not torch.dtype:
             self._malformed(f"the properties of {name!r}")
-        check_dtypes([str(state[0]).removeprefix("torch.")], self._where)
+        check_dtypes([str(state[0]).removeprefix("torch.")], f"{name!r} in {self._where}")
         needs_grad, pinned = True in state[2:3], True in state[4:5]
         return state[0], (REQUIRES_GRAD if needs_grad else 0) | (PINNED if pinned else 0)
 
@@ -323,11 +363,23 @@ class _Reading:
         )
 
 
+def _is_same(one: ForeignTensor, other: ForeignTensor) -> bool:
+    return (one.dtype, one.shape, {*one.chunks}) == (other.dtype, other.shape, {*other.chunks})
+
+
+def _only_offsets(entry: Record) -> tuple[int, ...]:
+    (chunk,) = entry.state["chunks"]
+    state = chunk.state if type(chunk) is Record else None
+    offsets = state.get("offsets") if type(state) is dict else None
+    return offsets if _are_ints(offsets) else ()
+
+
 def _are_ints(numbers: Any) -> TypeGuard[tuple[int, ...]]:
     return type(numbers) is tuple and _INTS.issuperset(map(type, numbers))
 
 
 _INTS = frozenset({int})
+_QUANTISED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 def _paths(data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:

@@ -17,15 +17,18 @@ from reshard.format.manifest import MANIFEST_LIMIT_BYTES
 from reshard.format.tables import Manifest
 from reshard.format.torch_zip import ZIP_MAGIC
 from reshard.stores.protocol import Store
+from reshard.tensors.flatten import Rules
 
 _PICKLE = b"\x80"
 """How the metadata of torch.distributed.checkpoint begins."""
 
 
-def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tuple[Store, Manifest]:
+def open_manifest(
+    place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES, rules: Rules = Rules.CURRENT
+) -> tuple[Store, Manifest]:
     """The manifest of whatever checkpoint is at a place, and the store that its files are in.
 
-    A place is a directory, or a single file.
+    A place is a directory, or a single file. What is not flat yet is flattened by `rules`.
     """
     if place.remote is not None:
         # Its first request should be the last.
@@ -33,7 +36,7 @@ def open_manifest(place: Store, limit_bytes: int = MANIFEST_LIMIT_BYTES) -> tupl
             return place, read_manifest_there(place, limit_bytes)
     file = place.as_file()
     if file is not None:
-        return file[0], _open_file(*file)
+        return file[0], _open_file(*file, rules)
     start = _first_bytes(place, MANIFEST)
     if start is not None and start[:1] == _PICKLE:
         return place, dcp.read(place, MANIFEST, limit_bytes)
@@ -62,11 +65,11 @@ def _read_plain(place: Store) -> Manifest | None:
     return safetensors.read_directory(place, keys)
 
 
-def _open_file(store: Store, key: str) -> Manifest:
+def _open_file(store: Store, key: str, rules: Rules) -> Manifest:
     if key.endswith(safetensors.SUFFIX):
         return safetensors.read_file(store, key)
     if _first_bytes(store, key) == ZIP_MAGIC[:2]:
-        return torch_save.read_file(store, key)
+        return torch_save.read_file(store, key, rules)
     raise CheckpointNotFoundError(
         f"{store.location}/{key} is not a checkpoint: neither a directory, nor a file of "
         "safetensors or of torch.save since torch 1.6. Read it with what wrote it"

@@ -14,21 +14,18 @@ from contextlib import closing
 from typing import Any
 
 import msgspec
-import torch
 
 from reshard.api import CorruptCheckpointError, UnsupportedFormatError
 from reshard.foreign.tables import ForeignChunk, ForeignTable, ForeignTensor
 from reshard.format.checks import is_plain_path
 from reshard.format.container import (
     MOST_PLAIN_HEADER_BYTES,
-    SAFETENSORS_DTYPES,
-    Entry,
     parse_header,
     read_header,
 )
+from reshard.format.plain_dtypes import PLAIN_DTYPES, torch_shape
 from reshard.format.tables import SAFETENSORS, Manifest
 from reshard.stores.protocol import Store
-from reshard.tensors.torch_versions import dtypes_here
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,11 +36,6 @@ VERSION_NOTE = "DCP_VERSION"
 
 _INDEX = re.compile(r".+\.safetensors\.index\.json")
 _MOST_INDEX_BYTES = 256 << 20
-
-DTYPES: Mapping[str, torch.dtype] = {
-    **dtypes_here({"F8_E8M0": "float8_e8m0fnu"}),
-    **{name: dtype for dtype, name in SAFETENSORS_DTYPES.items()},
-}
 
 
 def file_name(number: int, count: int, shard: int | None = None) -> str:
@@ -183,25 +175,32 @@ def _tensors_in(
     ties.update((name, kept) for name, kept in notes.items() if kept in entries)
     regions = _regions(notes, where)
     for name, entry in entries.items():
-        dtype = DTYPES.get(entry.dtype)
+        dtype = PLAIN_DTYPES.get(entry.dtype)
         if dtype is None:
             raise UnsupportedFormatError(
                 f"{name!r} in {where} has the dtype {entry.dtype!r}, which this release does not "
                 "read"
             )
-        offsets = (0,) * len(entry.shape)
+        sizes = torch_shape(entry)
+        if sizes is None:
+            raise UnsupportedFormatError(
+                f"{name!r} in {where} has the dtype {entry.dtype} and the shape "
+                f"{list(entry.shape)}, but torch holds such numbers in pairs along the last "
+                "dimension, which must be even. Store it padded"
+            )
+        offsets = (0,) * len(sizes)
         if regions is not None:
-            offsets = _offsets(name, entry, regions.get(name), where)
+            offsets = _offsets(name, len(sizes), regions.get(name), where)
         nbytes = entry.end - entry.begin
         # Also of an empty tensor, whose other extents nobody could multiply.
-        spanned = math.prod(extent for extent in entry.shape if extent) * dtype.itemsize
-        if math.prod(entry.shape) * dtype.itemsize != nbytes or spanned >= 1 << 63:
+        spanned = math.prod(extent for extent in sizes if extent) * dtype.itemsize
+        if math.prod(sizes) * dtype.itemsize != nbytes or spanned >= 1 << 63:
             raise CorruptCheckpointError(
                 f"{where} gives {name!r}, of shape {list(entry.shape)} and dtype {entry.dtype}, "
                 f"{nbytes} bytes"
             )
-        chunk = ForeignChunk(offsets, entry.shape, number, data_begin + entry.begin, nbytes)
-        shape = [begin + size for begin, size in zip(offsets, entry.shape, strict=True)]
+        chunk = ForeignChunk(offsets, sizes, number, data_begin + entry.begin, nbytes)
+        shape = [begin + size for begin, size in zip(offsets, sizes, strict=True)]
         yield name, ForeignTensor(name, dtype, shape, [chunk]), regions is not None
 
 
@@ -221,11 +220,11 @@ def _regions(notes: Mapping[str, str], where: str) -> Mapping[str, Any] | None:
     return regions
 
 
-def _offsets(name: str, entry: Entry, region: Any, where: str) -> tuple[int, ...]:
+def _offsets(name: str, ndims: int, region: Any, where: str) -> tuple[int, ...]:
     offsets = region.get(OFFSETS_FIELD) if isinstance(region, dict) else None
     if (
         not isinstance(offsets, list)
-        or len(offsets) != len(entry.shape)
+        or len(offsets) != ndims
         or not all(type(offset) is int and offset >= 0 for offset in offsets)
     ):
         raise CorruptCheckpointError(

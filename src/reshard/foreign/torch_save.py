@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from reshard.checkpoint.planner_data import pack_planner_data
-from reshard.checkpoint.torch_archives import VALUE, FlatArchive, read_archive
+from reshard.checkpoint.torch_archives import FlatArchive, read_archive, value_codec
 from reshard.checkpoint.torch_records import strided_codec
 from reshard.foreign.tables import ForeignChunk, ForeignTable, ForeignTensor, ForeignValue
 from reshard.format.checks import check_dtypes
@@ -13,19 +13,23 @@ from reshard.format.tables import TORCH, Manifest
 from reshard.format.torch_zip import StoredTensor, place_tensor
 from reshard.plans.write_items import REQUIRES_GRAD
 from reshard.stores.protocol import Store
+from reshard.tensors.flatten import Rules
 
 
-def read_file(store: Store, key: str) -> Manifest:
-    """What a file holds. Names of the same elements of a storage are names of one tensor."""
+def read_file(store: Store, key: str, rules: Rules = Rules.CURRENT) -> Manifest:
+    """What a file holds, flattened by some rules.
+
+    Names of the same elements of a storage are names of one tensor.
+    """
     where = f"{key!r} of {store.location}"
     with closing(store.open_reader(key)) as reader:
-        flat = read_archive(reader, where)
+        flat = read_archive(reader, where, rules)
         codecs: dict[str, int] = {}
         table = ForeignTable(
             TORCH,
             {key: reader.nbytes},
             _tensors(flat, codecs, where),
-            _values(flat, codecs),
+            _values(flat, codecs, value_codec(rules)),
             list(codecs),
             pack_planner_data(flat.paths),
         )
@@ -54,9 +58,9 @@ def _tensors(flat: FlatArchive, codecs: dict[str, int], where: str) -> list[Fore
     return tensors
 
 
-def _values(flat: FlatArchive, codecs: dict[str, int]) -> list[ForeignValue]:
+def _values(flat: FlatArchive, codecs: dict[str, int], codec_name: str) -> list[ForeignValue]:
     pickled = flat.archive.locate("data.pkl")
-    codec = codecs.setdefault(VALUE, len(codecs) + 1) if flat.values else 0
+    codec = codecs.setdefault(codec_name, len(codecs) + 1) if flat.values else 0
     return [
         ForeignValue(
             name, 0, pickled.begin, pickled.nbytes, codec, flat.closed_in(name) is not None

@@ -338,12 +338,12 @@ class _Machine:
             self._odd_keys += 1
             if self._odd_keys > _MOST_ODD_KEYS:
                 raise ValueError(f"more than {_MOST_ODD_KEYS} keys of unusual types")
-            if kind is tuple and len(key) <= _MOST_PARTS:
+            if isinstance(key, tuple) and len(key) <= _MOST_PARTS:
                 # No nested tuples: their hash is computed for each path to a part.
                 if any(isinstance(part, tuple | list | dict | set | frozenset) for part in key):
                     raise TypeError("a key that is a nested tuple")
                 self.check_keys(key)
-            elif kind in (list, dict, set, bytearray, Ordered, tuple, frozenset):
+            elif isinstance(key, tuple | list | dict | set | bytearray | frozenset):
                 raise TypeError(f"a key that is a {kind.__name__}")
 
     def remember_at(self, index: int, value: Any) -> None:

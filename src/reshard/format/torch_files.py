@@ -6,6 +6,8 @@ import io
 import pickletools
 import sys
 import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +16,41 @@ from reshard.api import CorruptCheckpointError, UnsafeValueError, UnsupportedFor
 from reshard.format.container import BytesSource
 from reshard.format.torch_trees import Closed, read_tree, to_objects
 from reshard.format.torch_zip import ZIP_MAGIC, Archive, StoredTensor
-from reshard.format.values import MAGIC, decode_value, is_pickled, pickle_of
+from reshard.format.values import MAGIC, decode_value, encode_value, is_pickled, pickle_of
+from reshard.tensors.storages import check_sparse
+
+
+def encode_stored(value: Any) -> bytes:
+    """The bytes to store for a value.
+
+    Our own encoding holds dense tensors only. Others go through torch.save, whose files torch reads
+    without running code; a pickle of them would need that.
+    """
+    data = encode_value(value)
+    if not is_pickled(data):
+        return data
+    others = [leaf for leaf in _leaves(value) if not _is_unusual(leaf)]
+    if any(is_pickled(encode_value(other)) for other in others):
+        return data
+    saved = io.BytesIO()
+    torch.save(value, saved)
+    return saved.getvalue()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if type(value) in (dict, OrderedDict):
+        value = list(value.values())
+    if type(value) in (list, tuple, set, frozenset):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _is_unusual(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and (
+        value.layout is not torch.strided or value.is_quantized or value.is_meta
+    )
 
 
 def decode_stored(fqn: str, data: bytes, allow_pickle: bool) -> Any:
@@ -30,12 +66,35 @@ def decode_stored(fqn: str, data: bytes, allow_pickle: bool) -> Any:
             asked = f" (it asks for {closed.name})"
         _check_torch_file(fqn, data)
     try:
-        return torch.load(io.BytesIO(data), weights_only=not allow_pickle)
+        value = torch.load(io.BytesIO(data), weights_only=not allow_pickle)
     except Exception as error:
         raise UnsafeValueError(
             f"{fqn!r} is stored as a pickled object that could run code when it is read{asked}. "
             "Pass allow_pickle=True to load it, if you trust where the checkpoint comes from"
         ) from error
+    if not allow_pickle:
+        _check_sparse_in(fqn, value)
+    return value
+
+
+def _check_sparse_in(fqn: str, value: Any) -> None:
+    for leaf in _leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.layout in _SPARSE:
+            try:
+                check_sparse(leaf)
+            except RuntimeError as error:
+                raise CorruptCheckpointError(
+                    f"the stored value of {fqn!r} is a malformed sparse tensor: {str(error)[:200]}"
+                ) from error
+
+
+_SPARSE = {
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+}
 
 
 def _decode_plainly(fqn: str, data: bytes) -> Any:

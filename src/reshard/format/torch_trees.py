@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from reshard.api import CorruptCheckpointError
-from reshard.format.pickles import Copier, Maker, Ordered, Record, Table, Unknown, read_pickle
+from reshard.format.pickles import Copier, Maker, Ordered, Table, Unknown, read_pickle
 from reshard.format.torch_zip import TORCH_TABLE, Archive, StoredTensor, find_storage
 
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
@@ -41,11 +41,12 @@ def to_objects(
     where: str,
     pickled_nbytes: int,
     make_tensor: Callable[[StoredTensor], Any],
-    make_closed: Callable[[str], Any] | None = None,
+    make_closed: Callable[[str, Any], Any] | None = None,
 ) -> Any:
-    """A tree as containers of Python, with `make_tensor` for each tensor of it.
+    """A tree as containers of Python, with `make_tensor` for each dense tensor of it.
 
-    What is closed is made by `make_closed`, or raises `Closed`. Parts that occur several times are
+    What is closed is made by `make_closed`, of its name and what the tree has, or raises `Closed`.
+    Parts that occur several times are
     made once, but may not unfold to much more than there are bytes: whoever walks the result
     sees them each time.
     """
@@ -59,7 +60,7 @@ class _Conversion:
         where: str,
         most: int,
         make_tensor: Callable[[StoredTensor], Any],
-        make_closed: Callable[[str], Any] | None,
+        make_closed: Callable[[str, Any], Any] | None,
     ) -> None:
         self._where, self._most = where, most
         self._make_tensor, self._make_closed = make_tensor, make_closed
@@ -91,10 +92,10 @@ class _Conversion:
                     "bytes"
                 )
         else:
-            name = tree.name if kind is Unknown else tree.kind if kind is Record else kind.__name__
+            name = tree.name if kind is Unknown else getattr(tree, "kind", kind.__name__)
             if self._make_closed is None:
                 raise Closed(name)
-            found = self._make_closed(name), 1
+            found = self._make_closed(name, tree), 1
         self._known[key] = found
         return found
 

@@ -215,6 +215,32 @@ class StoredTensor(NamedTuple):
     is_parameter: bool = False
 
 
+class SparseTensor(NamedTuple):
+    """A sparse tensor as a pickle describes it: its layout, and the dense tensors in it."""
+
+    layout: str
+    parts: tuple[StoredTensor, ...]
+    shape: tuple[int, ...]
+    is_coalesced: bool | None = None
+
+    @property
+    def kind(self) -> str:
+        return "sparse tensor"
+
+
+class BlankTensor(NamedTuple):
+    """A tensor on the meta device: it has no elements anywhere."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+
+    @property
+    def kind(self) -> str:
+        return "tensor without data"
+
+
 class TensorPlace(NamedTuple):
     """Which bytes of a file are the elements of a tensor.
 
@@ -318,16 +344,23 @@ def place_tensor(archive: Archive, tensor: StoredTensor, where: str) -> TensorPl
 
 def check_tensor(tensor: StoredTensor, where: str) -> None:
     """Refuse a description that cannot be one of a tensor."""
-    numbers = (*tensor.shape, *tensor.strides, tensor.offset)
+    check_extents(tensor.shape, tensor.strides, tensor.offset, where)
+
+
+def check_extents(
+    shape: tuple[int, ...], strides: tuple[int, ...], offset: int, where: str
+) -> None:
+    """Refuse numbers that cannot be the shape and the strides of a tensor."""
+    numbers = (*shape, *strides, offset)
     if (
-        len(tensor.shape) != len(tensor.strides)
-        or len(tensor.shape) > _MOST_DIMS
+        len(shape) != len(strides)
+        or len(shape) > _MOST_DIMS
         or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
-        or math.prod(tensor.shape) >= 1 << 62
+        or math.prod(shape) >= 1 << 62
     ):
         raise CorruptCheckpointError(
-            f"{where} has a malformed tensor: shape {str(tensor.shape)[:100]}, strides "
-            f"{str(tensor.strides)[:100]}"
+            f"{where} has a malformed tensor: shape {str(shape)[:100]}, strides "
+            f"{str(strides)[:100]}"
         )
 
 
@@ -335,7 +368,9 @@ def describe(found: Any) -> str:
     """What was found in place of a tensor, in a few words."""
     if isinstance(found, Unknown):
         return f"an object of {found.name}"
-    return f"a {found.kind}" if isinstance(found, Record) else f"a {type(found).__name__}"
+    if isinstance(found, Record | SparseTensor | BlankTensor):
+        return f"a {found.kind}"
+    return f"a {type(found).__name__}"
 
 
 _MOST_DIMS = 64
@@ -356,11 +391,13 @@ def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
 # What pickles of torch.save ask for
 
 
-def find_storage(key: Any) -> Storage:
-    """The storage that a persistent id names."""
+def find_storage(key: Any) -> Storage | Unknown:
+    """The storage that a persistent id names; unknown, if its type is."""
     if type(key) is not tuple or len(key) < 5 or key[0] != "storage":
         raise ValueError("an object outside of the pickle that is not a storage")
     _, kind, name, _, count = key[:5]
+    if type(kind) is Unknown:
+        return kind
     if type(kind) is not _StorageType or type(name) is not str or type(count) is not int:
         raise ValueError("a malformed storage")
     if not name or not name.replace("_", "").isalnum():
@@ -383,7 +420,10 @@ def _tensor_v2(
     requires_grad: Any = False,
     hooks: Any = None,
     metadata: Any = None,
-) -> StoredTensor:
+) -> StoredTensor | Unknown:
+    if type(storage) is Unknown:
+        # Such as one within a pickle of another library, which torch unpickles by running code.
+        return storage
     if type(storage) is not Storage or storage.dtype is None:
         raise ValueError("a tensor without a storage")
     return _tensor(storage, storage.dtype, offset, size, stride, requires_grad, metadata)
@@ -398,7 +438,9 @@ def _tensor_v3(
     hooks: Any,
     dtype: Any,
     metadata: Any = None,
-) -> StoredTensor:
+) -> StoredTensor | Unknown:
+    if type(storage) is Unknown or type(dtype) is Unknown:
+        return storage if type(storage) is Unknown else dtype
     if type(storage) is not Storage or type(dtype) is not torch.dtype:
         raise ValueError("a tensor without a storage")
     return _tensor(storage, dtype, offset, size, stride, requires_grad, metadata)
@@ -429,9 +471,37 @@ def _tensor(
 
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Any:
+    if type(data) in (SparseTensor, BlankTensor, Record, Unknown):
+        return data
     if type(data) is not StoredTensor:
-        return Record("parameter of an unusual tensor")
+        raise ValueError("a parameter that is no tensor")
     return data._replace(is_parameter=True, requires_grad=requires_grad is True)
+
+
+def _layout(name: Any) -> str:
+    if type(name) is not str:
+        raise ValueError("a malformed layout")
+    return name
+
+
+def _sparse_tensor(layout: Any, data: Any) -> SparseTensor | Record:
+    count = 2 if layout == "torch.sparse_coo" else 3
+    if type(layout) is not str or type(data) is not tuple or not count < len(data) <= 4:
+        raise ValueError("a malformed sparse tensor")
+    parts, shape, flag = data[:count], data[count], data[-1] if count == 2 else None
+    if any(type(part) in (Record, Unknown) for part in parts):
+        return Record("sparse tensor of unusual ones")
+    if not all(type(part) is StoredTensor for part in parts) or not isinstance(shape, tuple):
+        raise ValueError("a malformed sparse tensor")
+    return SparseTensor(layout, parts, shape, flag if type(flag) is bool else None)
+
+
+def _blank_tensor(dtype: Any, shape: Any, strides: Any, requires_grad: Any = False) -> Any:
+    if type(dtype) is Unknown:
+        return dtype
+    if type(dtype) is not torch.dtype or type(strides) is not tuple or not isinstance(shape, tuple):
+        raise ValueError("a malformed tensor without data")
+    return BlankTensor(dtype, shape, strides, requires_grad is True)
 
 
 def read_size(extents: Any = ()) -> tuple[int, ...]:
@@ -455,12 +525,17 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128,
     "ComplexFloatStorage": torch.complex64,
 }
+_QUANTISED_STORAGES = {
+    "QInt8Storage": torch.qint8,
+    "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+}
 _UNUSUAL = {
-    ("torch._utils", "_rebuild_sparse_tensor"): "sparse tensor",
     ("torch._utils", "_rebuild_sparse_csr_tensor"): "sparse tensor",
     ("torch._utils", "_rebuild_nested_tensor"): "nested tensor",
     ("torch._utils", "_rebuild_qtensor"): "quantised tensor",
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): "tensor without data",
     ("torch._utils", "_rebuild_wrapper_subclass"): "tensor subclass",
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): "tensor of another device",
     ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): "tensor of another device",
@@ -479,14 +554,22 @@ TORCH_TABLE: Table = {
         for name in ("UntypedStorage", "_UntypedStorage")
     },
     **{name: maker_of(kind) for name, kind in _UNUSUAL.items()},
+    **{("torch", name): _StorageType(dtype) for name, dtype in _QUANTISED_STORAGES.items()},
+    **{
+        ("torch", name): Record("torch.qscheme")
+        for name, value in vars(torch).items()
+        if type(value) is torch.qscheme
+    },
     ("torch._utils", "_rebuild_tensor"): Maker(_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v2"): Maker(_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): Maker(_tensor_v3),
+    ("torch._utils", "_rebuild_sparse_tensor"): Maker(_sparse_tensor),
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): Maker(_blank_tensor),
     ("torch._utils", "_rebuild_parameter"): Maker(_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Maker(_parameter),
     ("torch", "Size"): Maker(read_size),
     ("torch", "device"): maker_of("torch.device"),
-    ("torch.serialization", "_get_layout"): maker_of("torch.layout"),
+    ("torch.serialization", "_get_layout"): Maker(_layout),
     ("collections", "OrderedDict"): Maker(lambda: Ordered()),
 }
 """Tensors, and what is part of every state dict."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from reshard.background.queue import save_queue
 from reshard.checkpoint.directory import read_manifest
-from reshard.filesystem import FileSystemReader
 from reshard.format.tables import Manifest
-from reshard.operations.targets import LoadSource, Place, comparable_place
+from reshard.operations.targets import Place, comparable_place, open_reader
 from reshard.operations.verification import tensor_fingerprints
 from reshard.planning.columns import DTYPES, Ints
+from reshard.stores.urls import scheme_of
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,17 @@ class Comparison:
         )
 
 
-def compare(first: Place, second: Place) -> Comparison:
+def compare(
+    first: Place, second: Place, storage_options: Mapping[str, Any] | None = None
+) -> Comparison:
     """Compare two checkpoints by what their manifests say."""
-    return compare_manifests(_read(first), _read(second))
+    return compare_manifests(_read(first, storage_options), _read(second, storage_options))
 
 
-def _read(place: Place) -> Manifest:
+def _read(place: Place, storage_options: Mapping[str, Any] | None) -> Manifest:
     save_queue().settle(comparable_place(place))
-    # Refuses what is not a place.
-    LoadSource(None, place).choose_reader()
-    return read_manifest(FileSystemReader(place).open_store())
+    options = storage_options if scheme_of(place) else None
+    return read_manifest(open_reader(place, options).open_store())
 
 
 def compare_manifests(first: Manifest, second: Manifest) -> Comparison:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,12 +30,16 @@ from reshard.coordination.channel import Channel, checking_arguments
 from reshard.coordination.exchange import TextExchange
 from reshard.filesystem import FileSystemWriter
 from reshard.foreign.opening import open_manifest
+from reshard.format.plain_dtypes import PACKED_DTYPES
+from reshard.object_storage import ObjectStoreWriter
 from reshard.operations.ranks import Ranks
 from reshard.operations.renaming import Rename, name_changer
 from reshard.operations.save import Save, SaveJob, SaveSettings
 from reshard.operations.targets import Place, SaveTarget, comparable_place
-from reshard.stores.local import LocalStore
+from reshard.stores.places import is_object_url, open_place
 from reshard.stores.protocol import Store
+from reshard.stores.urls import scheme_of, without_secrets
+from reshard.tensors.flatten import Rules
 
 _FORMATS = ("reshard", "huggingface", "dcp", "torch")
 _THREADS = 4
@@ -54,6 +59,7 @@ class ConversionSettings:
     max_shard_size: int | str = "5GB"
     overwrite: bool = False
     allow_pickle: bool = False
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def check(self) -> None:
         """Refuse what no checkpoint could be converted by."""
@@ -94,14 +100,30 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         dtype = found
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise PlanError(f"dtype is a floating-point dtype of torch, not {dtype!r}")
+    if dtype in PACKED_DTYPES:
+        raise PlanError(
+            f"torch converts nothing to {dtype}, of which an element is two numbers. Quantise the "
+            "model, and save it"
+        )
     return dtype
+
+
+def _open_writer(target: Place, settings: ConversionSettings) -> FileSystemWriter:
+    if is_object_url(target):
+        return ObjectStoreWriter(
+            target,
+            thread_count=_THREADS,
+            overwrite=settings.overwrite,
+            storage_options=settings.storage_options,
+        )
+    return FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite)
 
 
 def convert(
     source: Place, target: Place, format: str, settings: ConversionSettings, ranks: Ranks
 ) -> None:
     """Convert a checkpoint. Called by all ranks."""
-    writer = FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite)
+    writer = _open_writer(target, settings)
     save_to = SaveTarget(writer, None)
     channel = ranks.open_channel(save_to.intent("convert", True))
     with checking_arguments(channel):
@@ -111,7 +133,9 @@ def convert(
                 f"{format!r}"
             )
         settings.check()
-    with channel, _opened(source, channel, settings.allow_pickle) as tensors:
+    # In DCP's checkpoints a tuple is a value, and only so does its load find it.
+    rules = Rules.DCP if format == "dcp" else Rules.CURRENT
+    with channel, _opened(source, settings, channel, rules) as tensors:
         if format == "huggingface":
             _export_safetensors(tensors, target, settings, channel)
         elif format == "torch":
@@ -129,7 +153,7 @@ def _export_safetensors(
     token = channel.exchange(
         TextExchange("open"), lambda: "", lambda texts: [new_token()] * len(texts)
     )
-    store = LocalStore(target)
+    store = open_place(target, settings.storage_options)
     planned: list[tuple[list[OutputFile], dict[str, str]]] = []
     channel.do_together("plan", lambda: planned.append(_plan(source, settings, store)))
     files, notes = planned[0]
@@ -141,6 +165,11 @@ def _export_torch_file(
     source: StoredTensors, target: Place, settings: ConversionSettings, channel: Channel
 ) -> None:
     """Write what a checkpoint holds as one file of torch.save. The coordinator does it."""
+    if scheme_of(target):
+        raise UnsupportedFormatError(
+            f"a file of torch.save is written to a path only, not to {comparable_place(target)!r}. "
+            "Write it here, and copy it there"
+        )
     path = Path(target)
 
     def export() -> None:
@@ -152,14 +181,18 @@ def _export_torch_file(
 
 
 @contextlib.contextmanager
-def _opened(source: Place, channel: Channel, allow_pickle: bool = False) -> Iterator[StoredTensors]:
+def _opened(
+    source: Place, settings: ConversionSettings, channel: Channel, rules: Rules
+) -> Iterator[StoredTensors]:
     found: list[StoredTensors] = []
+    storage_options = settings.storage_options if scheme_of(source) else None
 
     def open_source() -> None:
         save_queue().settle(comparable_place(source))
-        store, manifest = open_manifest(LocalStore(source))
-        location = str(Path(source))
-        found.append(StoredTensors(store, manifest, allow_pickle=allow_pickle, location=location))
+        store, manifest = open_manifest(open_place(source, storage_options), rules=rules)
+        place = without_secrets(str(source)) if scheme_of(source) else str(Path(source))
+        pickles = settings.allow_pickle
+        found.append(StoredTensors(store, manifest, allow_pickle=pickles, location=place))
 
     channel.do_together("open", open_source)
     with contextlib.closing(found[0]):

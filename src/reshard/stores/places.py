@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.stores.local import LocalStore
-from reshard.stores.objects import ObjectStore, is_object_url
+from reshard.stores.objects import ObjectStore
+from reshard.stores.objects import is_object_url as is_object_url
 from reshard.stores.protocol import Store
 
 

@@ -99,6 +99,27 @@ def is_allocated(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() not in (0, lead) or tensor.is_meta
 
 
+def check_sparse(tensor: torch.Tensor) -> None:
+    """Raise RuntimeError if the indices of a sparse tensor lead out of it.
+
+    torch does not look at them by itself, and reads or writes elsewhere in memory later.
+    """
+    if tensor.layout is torch.sparse_coo:
+        indices, values = _sparse_parts(tensor)
+        torch.sparse_coo_tensor(
+            indices,
+            values,
+            tensor.shape,
+            check_invariants=True,
+            is_coalesced=tensor.is_coalesced(),
+        )
+    elif tensor.layout is not torch.strided:
+        rows, columns, values = _sparse_parts(tensor)
+        torch.sparse_compressed_tensor(
+            rows, columns, values, tensor.shape, layout=tensor.layout, check_invariants=True
+        )
+
+
 def _sparse_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The dense tensors inside of a sparse one; none for other layouts."""
     if tensor.layout is torch.sparse_coo:
