@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.faulty_proxy import FaultyProxy
+from support.object_servers import ObjectServer, Place, azurite, seaweedfs
 
 SLOW_FILES = {
     "test_async_together.py",
@@ -36,6 +40,38 @@ def tmp_path(tmp_path: Path) -> Path:
     alone = tmp_path / "quite" / "alone"
     alone.mkdir(parents=True)
     return alone
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[ObjectServer]:
+    """A real object store, which runs from the first test that wants it to the last test."""
+    with seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: ObjectServer) -> Place:
+    """A prefix of its own in a bucket."""
+    return s3_server.place()
+
+
+@pytest.fixture
+def s3_proxy(s3_server: ObjectServer) -> Iterator[FaultyProxy]:
+    """A way to the same bucket on which everything goes well until a test says otherwise."""
+    with FaultyProxy(s3_server.address) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="session")
+def azure_server(request: pytest.FixtureRequest) -> Iterator[ObjectServer]:
+    with azurite(request.config.cache.mkdir("servers")) as server:
+        yield server
+
+
+@pytest.fixture
+def azure(azure_server: ObjectServer) -> Place:
+    """A prefix of its own in a container."""
+    return azure_server.place()
 
 
 def files_in_the_way() -> set[str]:
