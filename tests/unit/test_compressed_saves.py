@@ -143,7 +143,7 @@ def test_a_small_region_reads_few_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     taken: list[int] = []
     real = LocalStore.open_reader
 
-    def open_reader(self: LocalStore, key: str, ahead: int = 0) -> Any:
+    def open_reader(self: LocalStore, key: str, ahead: int = 0, nbytes: int | None = None) -> Any:
         reader = real(self, key)
         read_into = reader.read_into
 

@@ -112,7 +112,7 @@ def test_only_the_bytes_and_scales_of_a_region_are_read(tmp_path: Path) -> None:
     counted: list[int] = []
 
     class CountingStore(LocalStore):
-        def open_reader(self, key: str, ahead: int = 0) -> Any:
+        def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> Any:
             reader = super().open_reader(key)
             read = reader.read_into
 

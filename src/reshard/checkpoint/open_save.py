@@ -112,7 +112,7 @@ class OpenSave:
                 if origin is None:
                     continue
                 try:
-                    files.open(file)
+                    files.check(file)
                 except CorruptCheckpointError as error:
                     raise CorruptCheckpointError(
                         f"{path!r} of {self.store.at(origin.location).location}, which the new "

@@ -7,7 +7,8 @@ item.
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from reshard.api import PlanError, _note_on_error
+from reshard.api import CorruptCheckpointError, PlanError, _note_on_error
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.checkpoint.to_metadata import StorageMap
 from reshard.checkpoint.views import view_items
@@ -76,15 +77,21 @@ def _read(
     requests, values = _collect(items, planner, traits, files, storage)
     wanted_bytes = sum(request.nbytes for request in requests)
     where = files.store.location
-    if traits.fills_by_itself:
-        threads = options.thread_count or default_threads()
-        with (
-            files.fetching(requests),
-            watched(f"loading {where}", wanted_bytes, options.shows_progress) as progress,
-        ):
+    threads = (options.thread_count or default_threads()) if traits.fills_by_itself else 1
+    # A custom planner is asked for one item after the other, each of them a load of its own.
+    shows_progress = options.shows_progress and traits.fills_by_itself
+    with _naming_absence(where), files.fetching(requests, [row for _, row in values]):
+        with watched(f"loading {where}", wanted_bytes, shows_progress) as progress:
             read_regions(files.readers, requests, files.verify, threads, where, progress.advance)
-    else:
-        read_regions(files.readers, requests, files.verify, 1, where)
+        wanted_bytes += _load_values(values, planner, traits, files, options)
+    return wanted_bytes
+
+
+def _load_values(
+    values: _Values, planner: Any, traits: LoadTraits, files: ShardFiles, options: ReadOptions
+) -> int:
+    """Hand values to the planner; the number of their bytes."""
+    nbytes = 0
     for item, row in values:
         name = item.storage_index.fqn
         data = files.read_value(name, row)
@@ -92,8 +99,20 @@ def _read(
             data = to_torch_file(name, data, options.allow_pickle)
         with _note_on_error(f"loading {name!r}"):
             planner.load_bytes(item, io.BytesIO(data))
-        wanted_bytes += int(storage.manifest.value_nbytes[row])
-    return wanted_bytes
+        nbytes += int(files.manifest.value_nbytes[row])
+    return nbytes
+
+
+@contextmanager
+def _naming_absence(where: str) -> Iterator[None]:
+    """A remote file is opened when it is read, and is found to be gone only then."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"the checkpoint at {where} lacks its file {error.filename!r}. If it was overwritten "
+            "meanwhile, load it again"
+        ) from error
 
 
 def read_values(names: Sequence[str], files: ShardFiles, storage: StorageMap) -> dict[str, bytes]:

@@ -55,6 +55,7 @@ class ShardFiles:
         self.readers: dict[str, Reader] = {}
         self._ids: dict[str, int] = {}
         self._files = OpenFiles(self._open, most_open_files())
+        self._unchecked: set[str] = set()
         self._encoded: dict[str, tuple[str, int, int]] = {}
         """Where encoded chunks lie, by the names that their contents have."""
         self._records = TorchRecords(store.location)
@@ -69,11 +70,27 @@ class ShardFiles:
         key = path if origin is None else f"{origin.location}/{path}"
         if key not in self.readers:
             self._ids[key] = file_id
-            reader = self._files.reader(key)
+            self.readers[key] = self._files.reader(key)
             if self.manifest.is_ours:
-                self._check_header(file_id, reader)
-            self.readers[key] = reader
+                self._unchecked.add(key)
+        if key in self._unchecked and self.store.remote is None:
+            self._check(key)
         return key
+
+    def check(self, file_id: int) -> None:
+        """Compare the header of a file with its checksum, which `open` of a remote one does not."""
+        key = self.open(file_id)
+        if key in self._unchecked:
+            self._check(key)
+
+    def _check(self, key: str) -> None:
+        try:
+            self._check_header(self._ids[key], self.readers[key])
+        except BaseException:
+            # So that the next one who asks is told the same.
+            del self.readers[key]
+            raise
+        self._unchecked.discard(key)
 
     def is_suspect(self, file_id: int) -> bool:
         """Whether only the bytes themselves tell if a file is the one that was referred to."""
@@ -213,7 +230,8 @@ class ShardFiles:
             store = store.at(origin.location)
             self._check_origin(origin, store)
         try:
-            reader = store.open_reader(path, int(self.manifest.header_sizes[file_id]))
+            size = int(self.manifest.file_sizes[file_id]) if self.manifest.is_ours else None
+            reader = store.open_reader(path, nbytes=size)
         except (FileNotFoundError, NotADirectoryError) as error:
             if origin is None:
                 raise CorruptCheckpointError(
@@ -326,13 +344,27 @@ class ShardFiles:
         return decode_value(stored, extensions, f"{name!r} in {where}")
 
     @contextlib.contextmanager
-    def fetching(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Within this, what requests will read is asked for ahead, if the store is remote."""
+    def fetching(
+        self, requests: Sequence[Request], value_rows: Sequence[int] = ()
+    ) -> Iterator[None]:
+        """Within this, what will be read is asked for ahead, if the store is remote."""
         remote = self.store.remote
         if remote is None:
             yield
             return
+        # What is verified by itself needs no header to tell that it is the right one.
+        by_header = {
+            self._encoded.get(request.file, (request.file,))[0]
+            for request in requests
+            if self.verify in (Verify.OFF, Verify.FINGERPRINT) or not request.whole
+        }
+        run_all(self._check, sorted(by_header & self._unchecked), remote.concurrency)
         wanted = plan_fetches(requests, self.verify, lambda each: self._encoded.get(each.file))
+        m, rows = self.manifest, [row for row in value_rows if self.manifest.value_nbytes[row]]
+        for row in rows:
+            begin = int(m.value_begins[row])
+            place = np.array([[begin, begin + int(m.value_nbytes[row])]], dtype=np.int64)
+            wanted.append((None, self.open(int(m.value_files[row])), place))
         with Prefetch(self.readers, wanted, remote) as ahead:
             self._files.ahead = ahead
             try:

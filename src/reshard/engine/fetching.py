@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,10 @@ from reshard.stores.protocol import Reader, Remote
 
 _BUDGET_BYTES = 256 << 20
 """How much may be in memory that was asked for and not used yet."""
+
+
+Wanted: TypeAlias = tuple[Request | None, str, npt.NDArray[np.int64]]
+"""Who reads, in which file, from where to where. Without a request it is kept to the end."""
 
 
 @runtime_checkable
@@ -53,7 +57,7 @@ class Prefetch:
     def __init__(
         self,
         readers: Mapping[str, Reader],
-        wanted: Sequence[tuple[Request, str, npt.NDArray[np.int64]]],
+        wanted: Sequence[Wanted],
         remote: Remote,
     ) -> None:
         self._readers = readers
@@ -71,7 +75,7 @@ class Prefetch:
         self._is_closed = False
         self._threads: list[threading.Thread] = []
 
-    def _follow(self, request: Request, path: str, ranges: npt.NDArray[np.int64]) -> None:
+    def _follow(self, request: Request | None, path: str, ranges: npt.NDArray[np.int64]) -> None:
         """Let go of pieces when the last request that wants some of them is done."""
         begins = self._begins.get(path, [])
         chosen: set[int] = set()
@@ -80,7 +84,8 @@ class Prefetch:
         pieces = [self._pieces[path][number] for number in chosen]
         for piece in pieces:
             piece.users += 1
-        request.done = partial(self._finish, request.done, pieces)
+        if request is not None:
+            request.done = partial(self._finish, request.done, pieces)
 
     def _finish(self, done: Callable[[], None] | None, pieces: Sequence[_Piece]) -> None:
         with self._changed:
@@ -204,9 +209,7 @@ def _scatter(parts: Sequence[npt.NDArray[np.uint8]], buffers: Sequence[memoryvie
                 rest.append(part[count:])
 
 
-def _cut(
-    wanted: Sequence[tuple[Request, str, npt.NDArray[np.int64]]], remote: Remote
-) -> dict[str, list[_Piece]]:
+def _cut(wanted: Sequence[Wanted], remote: Remote) -> dict[str, list[_Piece]]:
     """What to ask for of each file: neighbours together, large spans in pieces."""
     by_path: dict[str, list[npt.NDArray[np.int64]]] = {}
     for _, path, ranges in wanted:
@@ -233,12 +236,12 @@ def plan_fetches(
     requests: Sequence[Request],
     verify: Verify,
     stored: Callable[[Request], tuple[str, int, int] | None],
-) -> list[tuple[Request, str, npt.NDArray[np.int64]]]:
+) -> list[Wanted]:
     """What each request reads: in which file, from where to where.
 
     `stored` says where all of an encoded chunk lies, and None for others.
     """
-    found = []
+    found: list[Wanted] = []
     for request in requests:
         if not request.nbytes:
             continue

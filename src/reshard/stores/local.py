@@ -73,7 +73,7 @@ class LocalStore:
         flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         return _LocalWriter(path, self._system.open(path, flags, 0o666), self._system)
 
-    def open_reader(self, key: str, ahead: int = 0) -> _LocalReader:
+    def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> _LocalReader:
         path = self._path(key)
         # Not blocking: opening a pipe would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK

@@ -36,7 +36,7 @@ class MemoryStore:
             self._times[key] = time.time()
         return _MemoryFile(self.files[key])
 
-    def open_reader(self, key: str, ahead: int = 0) -> _MemoryFile:
+    def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> _MemoryFile:
         if key not in self.files:
             raise FileNotFoundError(f"there is no {key!r} in this memory store")
         return _MemoryFile(self.files[key])

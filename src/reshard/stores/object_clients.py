@@ -146,36 +146,27 @@ class Clients:
 
     def get_start(self, path: str, name: str, nbytes: int) -> tuple[int, memoryview]:
         """How long an object is, and its first bytes."""
+        return self.get_range(path, name, 0, nbytes)
+
+    def get_range(self, path: str, name: str, begin: int, nbytes: int) -> tuple[int, memoryview]:
+        """How long an object is, and some of its bytes: fewer if it ends before."""
 
         def get(store: Any) -> tuple[int, memoryview]:
             try:
-                found = self._api.get(store, path, options={"range": (0, nbytes)})
+                found = self._api.get(store, path, options={"range": (begin, begin + nbytes)})
             except self._errors.GenericError as error:
                 if _status(error) != 416:
                     raise
-                # No part of an empty object can be asked for.
+                # Nothing of it can be asked for.
                 return int(self._api.head(store, path)["size"]), memoryview(b"")
             size = int(found.meta["size"])
-            return size, self._whole(found.bytes(), min(nbytes, size))
+            content = memoryview(found.bytes())
+            if len(content) != min(nbytes, size - begin):
+                raise self._errors.GenericError(f"the answer has {len(content)} bytes")
+            return size, content
 
-        size, start = self._ask_for_content(get, name)
-        return size, start
-
-    def get_range(self, path: str, name: str, begin: int, nbytes: int) -> memoryview:
-        """Some bytes of an object."""
-        found: memoryview = self._ask_for_content(
-            lambda store: self._whole(
-                self._api.get_range(store, path, start=begin, length=nbytes), nbytes
-            ),
-            name,
-        )
-        return found
-
-    def _whole(self, content: Any, nbytes: int) -> memoryview:
-        found = memoryview(content)
-        if len(found) != nbytes:
-            raise self._errors.GenericError(f"the answer has {len(found)} bytes, not {nbytes}")
-        return found
+        size, content = self._ask_for_content(get, name)
+        return size, content
 
     def _ask_for_content(self, get: Callable[[Any], Any], name: str) -> Any:
         """Ask again if the answer breaks off: nothing of it was used."""

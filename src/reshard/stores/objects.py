@@ -72,8 +72,8 @@ class ObjectStore:
             raise FileExistsError(errno.EEXIST, "there is such an object already", self._name(key))
         return _ObjectWriter(self._clients, self._path(key), self._name(key), nbytes)
 
-    def open_reader(self, key: str, ahead: int = 0) -> _ObjectReader:
-        return _ObjectReader(self._clients, self._path(key), self._name(key), ahead)
+    def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> _ObjectReader:
+        return _ObjectReader(self._clients, self._path(key), self._name(key), ahead, nbytes)
 
     def sync(self) -> None:
         """Nothing to do: an object that is there stays."""
@@ -325,20 +325,20 @@ class _ObjectWriter:
 
 
 class _ObjectReader:
-    def __init__(self, clients: Clients, path: str, name: str, ahead: int) -> None:
+    def __init__(
+        self, clients: Clients, path: str, name: str, ahead: int = 0, nbytes: int | None = None
+    ) -> None:
         self._clients, self._path, self._name = clients, path, name
-        self.nbytes, self._start = clients.get_start(path, name, max(ahead, _LEAST_AHEAD_BYTES))
+        self._start = memoryview(b"")
+        if nbytes is None or ahead:
+            size, self._start = clients.get_start(path, name, max(ahead, _LEAST_AHEAD_BYTES))
+            nbytes = size if nbytes is None else min(size, nbytes)
+        self.nbytes = nbytes
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         wanted = sum(map(len, buffers))
         if offset + wanted > self.nbytes:
-            error = CutShortError(
-                errno.EIO,
-                f"the object ends at {self.nbytes}, before the data that it should hold",
-                self._name,
-            )
-            error.end = self.nbytes
-            raise error
+            raise self._cut_short(self.nbytes)
         if not wanted:
             return
         found = self.fetch(offset, wanted)
@@ -353,7 +353,17 @@ class _ObjectReader:
         """Bytes of the object, in the memory that the answer came in."""
         if offset + nbytes <= len(self._start):
             return self._start[offset : offset + nbytes]
-        return self._clients.get_range(self._path, self._name, offset, nbytes)
+        size, found = self._clients.get_range(self._path, self._name, offset, nbytes)
+        if len(found) != nbytes:
+            raise self._cut_short(size)
+        return found
+
+    def _cut_short(self, end: int) -> CutShortError:
+        error = CutShortError(
+            errno.EIO, f"the object ends at {end}, before the data that it should hold", self._name
+        )
+        error.end = end
+        return error
 
     def close(self) -> None:
         """Nothing to release but memory."""

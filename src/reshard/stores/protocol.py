@@ -112,10 +112,12 @@ class Store(Protocol):
         Its size, if that is known; otherwise it is as long as what is written to it.
         """
 
-    def open_reader(self, key: str, ahead: int = 0) -> Reader:
+    def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> Reader:
         """A file that is there; FileNotFoundError if it is not.
 
-        The first `ahead` bytes will be read: a remote store sends them with its first answer.
+        The first `ahead` bytes will be read: a remote store sends them with its first answer. If
+        the size is known to be `nbytes`, a remote store is not asked before something is read:
+        then it is a FileNotFoundError, or a `CutShortError` if the file is shorter.
         """
 
     def sync(self) -> None:

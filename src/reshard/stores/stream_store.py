@@ -55,7 +55,7 @@ class StreamStore:
         self._times[key] = time.time()
         return _StreamWriter(self._fs, self._path(key), nbytes)
 
-    def open_reader(self, key: str, ahead: int = 0) -> _StreamReader:
+    def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> _StreamReader:
         # Streams of object stores notice only when they are read.
         if not self._fs.exists(self._path(key)):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self._name(key))
