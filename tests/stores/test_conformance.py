@@ -17,10 +17,13 @@ import pytest
 from reshard.stores.file_systems import FileSystem
 from reshard.stores.local import LOCK_FILE, LocalStore
 from reshard.stores.memory import MemoryStore
+from reshard.stores.objects import ObjectStore
 from reshard.stores.protocol import Mappable, Store, VersionConflict
 from reshard.stores.stream_store import StreamStore
 from support.failing_system import refusing
+from support.faulty_proxy import FaultyProxy, seeded
 from support.object_files import SCHEME, ListedObjects
+from support.object_servers import Place
 
 
 def put(store: Store, key: str, data: bytes) -> None:
@@ -661,3 +664,28 @@ class TestLocalStreams(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return StreamStore(FileSystem(), tmp_path / "places" / "here")
+
+
+class TestObjectStore(StoreTests):
+    @pytest.fixture
+    def store(self, s3: Place) -> Store:
+        return ObjectStore(s3.url, s3.options)
+
+
+@pytest.mark.slow
+class TestObjectStoreThatOftenFails(StoreTests):
+    @pytest.fixture
+    def store(self, s3: Place, s3_proxy: FaultyProxy) -> Store:
+        s3_proxy.script = seeded(15, 0.1)
+        return ObjectStore(s3.url, s3.through(s3_proxy.endpoint).options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("azurite")
+class TestObjectStoreOnAzure(StoreTests):
+    """The first test may have to install the server."""
+
+    @pytest.fixture
+    def store(self, azure: Place) -> Store:
+        return ObjectStore(azure.url, azure.options)

@@ -33,6 +33,16 @@ def test_the_server_keeps_what_is_put_and_creates_only_what_is_absent(s3: Place)
     assert SECRET_KEY not in repr(s3)
 
 
+def test_uploads_that_were_not_ended_are_known(s3: Place) -> None:
+    upload = obstore.open_writer(s3.store(), f"{s3.prefix}/a", buffer_size=5 << 20)
+    upload.write(bytes(11 << 20))
+    assert s3.uploads() == [f"{s3.prefix}/a"]
+    upload.close()
+
+    assert s3.uploads() == []
+    assert s3.keys() == ["a"]
+
+
 def test_a_server_that_ends_at_once_is_an_error_that_shows_what_it_printed(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
@@ -63,6 +73,7 @@ def test_the_proxy_passes_everything_on_and_counts_it(s3: Place, s3_proxy: Fault
 @pytest.mark.parametrize(
     ("kind", "told", "is_done"),
     [
+        ("403", "403 Forbidden", False),
         ("500", "500 Internal Server Error", False),
         ("503", "503 Service Unavailable", False),
         ("reset", "error sending request", False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import random
 import re
@@ -21,6 +22,8 @@ from typing import Any
 from reshard.stores.protocol import VersionConflict
 from reshard.stores.urls import scheme_of, without_secrets
 
+logger = logging.getLogger(__name__)
+
 _RETRY_SECONDS = 120.0
 _FIRST_SECONDS = 2.5
 """How long an endpoint that never answered is tried."""
@@ -29,6 +32,8 @@ _CONCURRENCY = 8
 _BACKOFF_SECONDS = (0.1, 5.0)
 _OWN_OPTIONS = ("store", "retry_seconds", "concurrency")
 _STATUS = re.compile(r"status code: (\d{3})")
+_BODY = "response body"
+"""What errors of a body that broke off speak of."""
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 
 _answered: set[tuple[str, str]] = set()
@@ -144,68 +149,78 @@ class Clients:
         )
         return found["objects"], found["common_prefixes"]
 
-    def get_start(self, path: str, name: str, nbytes: int) -> tuple[int, memoryview]:
-        """How long an object is, and its first bytes."""
+    def get_start(self, path: str, name: str, nbytes: int) -> tuple[Mapping[str, Any], memoryview]:
+        """What the store says of an object, and its first bytes."""
 
-        def get(store: Any) -> tuple[int, memoryview]:
+        def get(store: Any) -> tuple[Mapping[str, Any], memoryview]:
             try:
                 found = self._api.get(store, path, options={"range": (0, nbytes)})
             except self._errors.GenericError as error:
                 if _status(error) != 416:
                     raise
                 # No part of an empty object can be asked for.
-                return int(self._api.head(store, path)["size"]), memoryview(b"")
-            size = int(found.meta["size"])
-            return size, self._whole(found.bytes(), min(nbytes, size))
+                return self._api.head(store, path), memoryview(b"")
+            return found.meta, self._whole(found.bytes(), min(nbytes, int(found.meta["size"])))
 
-        size, start = self._ask_for_content(get, name)
-        return size, start
+        about, start = self._ask(get, "get", name)
+        return about, start
 
-    def get_range(self, path: str, name: str, begin: int, nbytes: int) -> memoryview:
-        """Some bytes of an object."""
-        found: memoryview = self._ask_for_content(
-            lambda store: self._whole(
-                self._api.get_range(store, path, start=begin, length=nbytes), nbytes
-            ),
-            name,
-        )
+    def get_range(
+        self, path: str, name: str, begin: int, nbytes: int, e_tag: str | None
+    ) -> memoryview:
+        """Some bytes of an object, if it is still the one with this tag."""
+        options: dict[str, Any] = {"range": (begin, begin + nbytes)}
+        if e_tag is not None:
+            options["if_match"] = e_tag
+
+        def get(store: Any) -> memoryview:
+            return self._whole(self._api.get(store, path, options=options).bytes(), nbytes)
+
+        try:
+            found: memoryview = self._ask(get, "get", name)
+        except VersionConflict:
+            raise OSError(
+                errno.ESTALE,
+                "the object was replaced while it was read. Read the checkpoint again",
+                name,
+            ) from None
         return found
 
     def _whole(self, content: Any, nbytes: int) -> memoryview:
         found = memoryview(content)
         if len(found) != nbytes:
-            raise self._errors.GenericError(f"the answer has {len(found)} bytes, not {nbytes}")
+            raise self._errors.GenericError(f"the response body has {len(found)} bytes of {nbytes}")
         return found
-
-    def _ask_for_content(self, get: Callable[[Any], Any], name: str) -> Any:
-        """Ask again if the answer breaks off: nothing of it was used."""
-        give_up = time.monotonic() + self.retry_seconds
-        pause, longest = _BACKOFF_SECONDS
-        while True:
-            try:
-                return self._ask(get, "get", name)
-            except (PermanentError, FileNotFoundError, PermissionError):
-                raise
-            except OSError:
-                wait = random.uniform(pause / 2, pause)  # noqa: S311 - no secret
-                if time.monotonic() + wait > give_up:
-                    raise
-                time.sleep(wait)
-                pause = min(longest, pause * 2)
 
     def _ask(self, request: Callable[[Any], Any], verb: str, name: str) -> Any:
+        """Make a request, and make it again while that may help.
+
+        obstore does most of this, but not if the answer breaks off in its body, or if the
+        connection breaks during a conditional put: that may have been done. Those who put on a
+        condition look whether what is in the way is their own.
+        """
         with self._lock:
             self.requests += 1
-        is_known = self._identity in _answered
-        try:
-            found = request(self._patient if is_known else self._brisk)
-        except (self._errors.BaseError, FileNotFoundError) as error:
-            if is_known or _status(error) is None or not _may_pass(error):
-                raise self._explained(error, verb, name, is_known) from None
-            # There is a server, which is to be waited for.
-            found = self.guarded(lambda: request(self._patient), verb, name)
-        _answered.add(self._identity)
-        return found
+        began = time.monotonic()
+        pause, longest = _BACKOFF_SECONDS
+        while True:
+            is_known = self._identity in _answered
+            try:
+                found = request(self._patient if is_known else self._brisk)
+            except (self._errors.BaseError, OSError) as error:
+                if self._is_answer(error):
+                    # There is a server, which is to be waited for.
+                    _answered.add(self._identity)
+                    is_known = True
+                limit = self.retry_seconds if is_known else min(_FIRST_SECONDS, self.retry_seconds)
+                wait = random.uniform(pause / 2, pause)  # noqa: S311 - no secret
+                if not self._may_pass(error) or time.monotonic() + wait > began + limit:
+                    raise self._explained(error, verb, name, is_known) from None
+                time.sleep(wait)
+                pause = min(longest, pause * 2)
+            else:
+                _answered.add(self._identity)
+                return found
 
     def open_upload(self, path: str, name: str, part_bytes: int) -> Upload:
         """An object that is uploaded in parts."""
@@ -224,7 +239,7 @@ class Clients:
         """Do something that makes requests; its errors say what to do."""
         try:
             return work()
-        except (self._errors.BaseError, FileNotFoundError) as error:
+        except (self._errors.BaseError, OSError) as error:
             raise self._explained(error, verb, name, is_known=True) from None
 
     def _explained(self, error: Exception, verb: str, name: str, is_known: bool) -> Exception:
@@ -258,9 +273,9 @@ class Clients:
             unsupported = PermanentError(errno.ENOTSUP, f"the store cannot do that{said}", name)
             unsupported.is_unsupported = True
             return unsupported
-        if status is not None and not _may_pass(error):
+        if status is not None and not self._may_pass(error):
             return PermanentError(errno.EINVAL, f"the store refuses to {_WORDS[verb]}{said}", name)
-        if not is_known and status is None and not _is_answer(error):
+        if not is_known and not self._is_answer(error):
             return PermanentError(
                 errno.EHOSTUNREACH,
                 f"nothing answers at {without_secrets(self._identity[1]) or 'its endpoint'}. Check "
@@ -272,6 +287,34 @@ class Clients:
             f"the store did not {_WORDS[verb]}{said} within {self.retry_seconds:.0f} s, although "
             "it was asked again and again. Look after it, or raise retry_seconds",
             name,
+        )
+
+    def _is_answer(self, error: Exception) -> bool:
+        """Whether the server has answered, if only in part."""
+        return self._is_verdict(error) or _status(error) is not None or _BODY in str(error)
+
+    def _may_pass(self, error: Exception) -> bool:
+        status = _status(error)
+        if self._is_verdict(error):
+            return False
+        return status is None or status in (408, 429) or (status >= 500 and status != 501)
+
+    def _is_verdict(self, error: Exception) -> bool:
+        """Whether the server has said what is wrong with the request."""
+        kinds = self._errors
+        return isinstance(
+            error,
+            FileNotFoundError
+            | FileExistsError
+            | PermissionError
+            | kinds.NotFoundError
+            | kinds.AlreadyExistsError
+            | kinds.PreconditionError
+            | kinds.NotModifiedError
+            | kinds.PermissionDeniedError
+            | kinds.UnauthenticatedError
+            | kinds.NotSupportedError
+            | kinds.InvalidPathError,
         )
 
 
@@ -303,9 +346,13 @@ class Upload:
         self._clients.count(-(-self._nbytes // self._part_bytes) + 2)
 
     def abort(self) -> None:
-        """Leave nothing on the server."""
+        """Leave nothing on the server, as far as it can be reached."""
         stream, reason = self._stream, OSError(errno.ECANCELED, "the upload was given up")
-        self._clients.guarded(lambda: stream.__exit__(OSError, reason, None), "put", self._name)
+        try:
+            self._clients.guarded(lambda: stream.__exit__(OSError, reason, None), "put", self._name)
+        except OSError as error:
+            # The reason why it is given up matters more.
+            logger.warning("parts of an upload may be left on the store: %s", error)
 
 
 def _root_of(url: str) -> str:
@@ -325,13 +372,3 @@ def _status(error: Exception) -> int | None:
     """The HTTP status of an answer; None if there was none."""
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
-
-
-def _is_answer(error: Exception) -> bool:
-    """Whether the server has answered, if only in part."""
-    return "error sending request" not in str(error)
-
-
-def _may_pass(error: Exception) -> bool:
-    status = _status(error)
-    return status is None or status in (408, 429) or (status >= 500 and status != 501)

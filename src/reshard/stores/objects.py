@@ -131,10 +131,12 @@ class ObjectStore:
 
     def sizes(self) -> dict[str, int]:
         objects, _ = self._clients.list(self._prefix, self.location)
-        found = {posixpath.basename(each["path"]): int(each["size"]) for each in objects}
         # Some servers have an object for the directory itself.
-        found.pop("", None)
-        return found
+        return {
+            posixpath.basename(each["path"]): int(each["size"])
+            for each in objects
+            if each["path"] != self._prefix
+        }
 
     def modified(self, key: str) -> float | None:
         found = self._head(key)
@@ -291,7 +293,11 @@ class _ObjectWriter:
             self._abort()
             raise OSError(errno.EIO, "not all of the object was written", self._name)
         if self._whole is None:
-            self._upload.close()
+            try:
+                self._upload.close()
+            except BaseException:
+                self._abort()
+                raise
             return
         data, self._whole = self._whole, None
         try:
@@ -327,7 +333,8 @@ class _ObjectWriter:
 class _ObjectReader:
     def __init__(self, clients: Clients, path: str, name: str, ahead: int) -> None:
         self._clients, self._path, self._name = clients, path, name
-        self.nbytes, self._start = clients.get_start(path, name, max(ahead, _LEAST_AHEAD_BYTES))
+        about, self._start = clients.get_start(path, name, max(ahead, _LEAST_AHEAD_BYTES))
+        self.nbytes, self._e_tag = int(about["size"]), about.get("e_tag")
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         wanted = sum(map(len, buffers))
@@ -353,7 +360,7 @@ class _ObjectReader:
         """Bytes of the object, in the memory that the answer came in."""
         if offset + nbytes <= len(self._start):
             return self._start[offset : offset + nbytes]
-        return self._clients.get_range(self._path, self._name, offset, nbytes)
+        return self._clients.get_range(self._path, self._name, offset, nbytes, self._e_tag)
 
     def close(self) -> None:
         """Nothing to release but memory."""
