@@ -39,8 +39,10 @@ def publish(store: Store, data: bytes) -> str:
     return store.commit("draft", ".metadata", data, store.version(".metadata"))
 
 
-def get(store: Store, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-    reader = store.open_reader(key)
+def get(
+    store: Store, key: str, offset: int = 0, nbytes: int | None = None, ahead: int = 0
+) -> bytes:
+    reader = store.open_reader(key, ahead)
     try:
         buffer = bytearray(reader.nbytes - offset if nbytes is None else nbytes)
         reader.read_into(offset, [memoryview(buffer)])
@@ -350,7 +352,8 @@ class StoreTests:
 
         def look() -> None:
             while running:
-                seen.append(get(store, ".metadata"))
+                # As manifests are read: where there are requests, by one.
+                seen.append(get(store, ".metadata", ahead=1 << 20))
 
         thread = threading.Thread(target=look)
         thread.start()

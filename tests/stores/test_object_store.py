@@ -20,6 +20,7 @@ from reshard.stores.protocol import VersionConflict
 from support.faulty_proxy import FAILURES, Fault, FaultyProxy, Kind, Request, seeded
 from support.object_servers import ACCESS_KEY, BUCKET, SECRET_KEY, Place, closed_port
 
+BUCKETLESS = "s3://no-such-bucket"
 SOON_SECONDS = 5.0
 """Within this, what will never work has to be said."""
 
@@ -181,7 +182,7 @@ def wrong_secret(place: Place) -> ObjectStore:
 
 
 def no_bucket(place: Place) -> ObjectStore:
-    return ObjectStore(place.url.replace(BUCKET, "no-such-bucket"), place.options)
+    return ObjectStore(place.url.replace(f"s3://{BUCKET}", BUCKETLESS), place.options)
 
 
 def no_server(place: Place) -> ObjectStore:
@@ -189,33 +190,34 @@ def no_server(place: Place) -> ObjectStore:
     return ObjectStore(place.url, {**place.options, "endpoint": endpoint})
 
 
+REQUESTS: dict[str, Callable[[ObjectStore], Any]] = {
+    "create": lambda store: store.create(),
+    "list": lambda store: store.list(),
+    "read": lambda store: store.open_reader("a"),
+    "write": lambda store: put(store, "a", b"content"),
+    "upload": lambda store: put(store, "a", bytes(20 << 20)),
+}
+
+
 @pytest.mark.parametrize(
-    "request_of",
+    ("store_of", "request_of", "kind", "told", "named"),
     [
-        lambda store: store.create(),
-        lambda store: store.list(),
-        lambda store: store.version("a"),
-        lambda store: store.open_reader("a"),
-        lambda store: put(store, "a", b"content"),
-        lambda store: put(store, "a", bytes(20 << 20)),
+        *(
+            (wrong_secret, each, PermissionError, "Check the credentials", "alone")
+            for each in REQUESTS
+        ),
+        *((no_bucket, each, OSError, "bucket does not exist", BUCKETLESS) for each in REQUESTS),
+        # A server that is not there is waited for a little.
+        (no_server, "create", OSError, "nothing answers at http://127.0.0.1", "alone"),
+        (no_server, "upload", OSError, "nothing answers at http://127.0.0.1", "alone"),
     ],
-    ids=["create", "list", "version", "read", "write", "upload"],
-)
-@pytest.mark.parametrize(
-    ("store_of", "kind", "told", "named"),
-    [
-        (wrong_secret, PermissionError, "Check the credentials", "alone"),
-        (no_bucket, OSError, "bucket does not exist", "s3://no-such-bucket"),
-        (no_server, OSError, "nothing answers at http://127.0.0.1", "alone"),
-    ],
-    ids=["secret", "bucket", "server"],
 )
 def test_what_will_never_work_is_an_error_soon_that_says_what_to_do_and_no_secret(
     store_of: Callable[[Place], ObjectStore],
+    request_of: str,
     kind: type[OSError],
     told: str,
     named: str,
-    request_of: Callable[[ObjectStore], Any],
     s3: Place,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -223,7 +225,7 @@ def test_what_will_never_work_is_an_error_soon_that_says_what_to_do_and_no_secre
     store = store_of(s3)
     began = time.monotonic()
     with pytest.raises(kind, match=told) as caught:
-        request_of(store)
+        REQUESTS[request_of](store)
 
     assert time.monotonic() - began < SOON_SECONDS
     assert named in str(caught.value)
@@ -271,7 +273,8 @@ def test_a_server_that_is_gone_for_good_is_an_error_within_the_limit(
         writer.sync()
     writer.close()
 
-    assert time.monotonic() - began < 1 + SOON_SECONDS
+    # obstore itself gives an upload up, with a limit of its own for that.
+    assert time.monotonic() - began < 3
     assert s3.keys() == []
 
 

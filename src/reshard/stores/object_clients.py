@@ -46,6 +46,14 @@ class PermanentError(OSError):
     is_unsupported = False
 
 
+class BrokenOffError(OSError):
+    """An answer that ended in its body: what was asked for is done."""
+
+
+class UnreachableError(OSError):
+    """A server that has not answered any more, for as long as it was asked."""
+
+
 def _obstore() -> Any:
     try:
         return importlib.import_module("obstore")
@@ -282,7 +290,10 @@ class Clients:
                 "the endpoint and the network",
                 name,
             )
-        return OSError(
+        kind = OSError
+        if status is None:
+            kind = BrokenOffError if _BODY in str(error) else UnreachableError
+        return kind(
             errno.EIO,
             f"the store did not {_WORDS[verb]}{said} within {self.retry_seconds:.0f} s, although "
             "it was asked again and again. Look after it, or raise retry_seconds",
@@ -332,16 +343,36 @@ class Upload:
     """An upload in parts, which ends as an object or as nothing."""
 
     def __init__(self, clients: Clients, path: str, name: str, part_bytes: int) -> None:
-        self._clients, self._name, self._part_bytes = clients, name, part_bytes
+        self._clients, self._path, self._name = clients, path, name
+        self._part_bytes = part_bytes
         self._stream = clients.start_upload(path, part_bytes)
         self._nbytes = 0
+        # What was written before the first request, which begins the upload.
+        self._first: list[bytes] | None = []
+        self._is_reachable = True
 
     def write(self, data: memoryview) -> None:
-        self._clients.guarded(lambda: self._stream.write(data), "put", self._name)
+        try:
+            self._write(data)
+        except BrokenOffError:
+            if self._first is None:
+                raise
+            # An upload was begun that has no name here: begin another one.
+            self._stream = self._clients.start_upload(self._path, self._part_bytes)
+            for early in self._first:
+                self._write(memoryview(early))
+            self._write(data)
         self._nbytes += len(data)
+        if self._nbytes >= self._part_bytes:
+            self._first = None
+        elif self._first is not None:
+            self._first.append(bytes(data))
+
+    def _write(self, data: memoryview) -> None:
+        self._request(lambda: self._stream.write(data))
 
     def close(self) -> None:
-        self._clients.guarded(self._stream.close, "put", self._name)
+        self._request(self._stream.close)
         # One to begin, one to end.
         self._clients.count(-(-self._nbytes // self._part_bytes) + 2)
 
@@ -349,10 +380,20 @@ class Upload:
         """Leave nothing on the server, as far as it can be reached."""
         stream, reason = self._stream, OSError(errno.ECANCELED, "the upload was given up")
         try:
-            self._clients.guarded(lambda: stream.__exit__(OSError, reason, None), "put", self._name)
+            if self._is_reachable:
+                self._request(lambda: stream.__exit__(OSError, reason, None))
+                return
         except OSError as error:
             # The reason why it is given up matters more.
-            logger.warning("parts of an upload may be left on the store: %s", error)
+            logger.warning("an upload could not be given up: %s", error)
+        logger.warning("parts of an upload may be left on the store: %s", self._name)
+
+    def _request(self, work: Callable[[], Any]) -> None:
+        try:
+            self._clients.guarded(work, "put", self._name)
+        except UnreachableError:
+            self._is_reachable = False
+            raise
 
 
 def _root_of(url: str) -> str:

@@ -17,7 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from reshard.stores.object_clients import Clients, PermanentError, open_clients
+from reshard.stores.object_clients import (
+    BrokenOffError,
+    Clients,
+    PermanentError,
+    open_clients,
+)
 from reshard.stores.protocol import CutShortError, Remote, VersionConflict
 from reshard.stores.urls import location_at, relative_location, scheme_of
 
@@ -293,11 +298,7 @@ class _ObjectWriter:
             self._abort()
             raise OSError(errno.EIO, "not all of the object was written", self._name)
         if self._whole is None:
-            try:
-                self._upload.close()
-            except BaseException:
-                self._abort()
-                raise
+            self._end_upload()
             return
         data, self._whole = self._whole, None
         try:
@@ -313,6 +314,22 @@ class _ObjectWriter:
             if not error.is_unsupported:
                 raise
             self._clients.call("put", self._path, self._name, data)
+
+    def _end_upload(self) -> None:
+        try:
+            self._upload.close()
+        except BaseException as error:
+            if isinstance(error, BrokenOffError) and self._is_there():
+                return
+            self._abort()
+            raise
+
+    def _is_there(self) -> bool:
+        try:
+            found = self._clients.call("head", self._path, self._name)
+        except OSError:
+            return False
+        return bool(found["size"] == self._position)
 
     def _abort(self) -> None:
         if self._upload is not None:
