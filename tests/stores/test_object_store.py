@@ -71,7 +71,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
+)
 def test_with_a_tenth_of_all_requests_failing_everything_is_complete(
     seed: int, s3: Place, s3_proxy: FaultyProxy
 ) -> None:
@@ -155,7 +157,13 @@ def test_a_file_is_deleted_although_the_request_failed(
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("step", ["?uploads", "partNumber=2", "?uploadId"])
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "truncated" else pytest.mark.slow)
+        for kind in FAILURES
+    ],
+)
 def test_an_upload_ends_well_although_one_of_its_requests_failed(
     kind: Kind, step: str, s3: Place, s3_proxy: FaultyProxy
 ) -> None:
@@ -209,7 +217,10 @@ REQUESTS: dict[str, Callable[[ObjectStore], Any]] = {
         *((no_bucket, each, OSError, "bucket does not exist", BUCKETLESS) for each in REQUESTS),
         # A server that is not there is waited for a little.
         (no_server, "create", OSError, "nothing answers at http://127.0.0.1", "alone"),
-        (no_server, "upload", OSError, "nothing answers at http://127.0.0.1", "alone"),
+        pytest.param(
+            *(no_server, "upload", OSError, "nothing answers at http://127.0.0.1", "alone"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_will_never_work_is_an_error_soon_that_says_what_to_do_and_no_secret(
@@ -275,7 +286,7 @@ def test_a_server_that_is_gone_for_good_is_an_error_within_the_limit(
 
     # obstore itself gives an upload up, with a limit of its own for that.
     assert time.monotonic() - began < 3
-    assert s3.keys() == []
+    assert s3.names() == []
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -288,7 +299,7 @@ def test_an_upload_that_is_refused_in_the_middle_leaves_nothing(
         put(store, "a", bytes(24 << 20))
 
     assert s3_proxy.counts.faults["403"] == 1
-    assert s3.keys() == []
+    assert s3.names() == []
     assert s3.uploads() == []
 
 
@@ -299,7 +310,7 @@ def test_an_upload_that_is_closed_in_the_middle_leaves_nothing(s3: Place) -> Non
     writer.write(0, [memoryview(bytes(11 << 20))])
     writer.close()
 
-    assert s3.keys() == []
+    assert s3.names() == []
     assert s3.uploads() == []
 
 
@@ -317,7 +328,7 @@ def test_options_may_be_a_store_of_obstore(s3: Place) -> None:
     store = ObjectStore(s3.url, {"store": s3.store()})
     put(store, "a", b"content")
 
-    assert s3.keys() == ["a"]
+    assert s3.names() == ["a"]
     assert get(store, "a") == b"content"
     assert SECRET_KEY not in repr(store)
 
@@ -332,4 +343,4 @@ def test_options_come_from_the_environment(
     store = ObjectStore(s3.url)
     put(store, "a", b"content")
 
-    assert s3.keys() == ["a"]
+    assert s3.names() == ["a"]

@@ -28,7 +28,7 @@ def test_the_server_keeps_what_is_put_and_creates_only_what_is_absent(s3: Place)
     with pytest.raises(AlreadyExistsError):
         obstore.put(s3.store(), key, b"second", mode="create")
 
-    assert s3.keys() == ["a"]
+    assert s3.names() == ["a"]
     assert bytes(obstore.get(s3.store(), key).bytes()) == b"first"
     assert SECRET_KEY not in repr(s3)
 
@@ -40,7 +40,7 @@ def test_uploads_that_were_not_ended_are_known(s3: Place) -> None:
     upload.close()
 
     assert s3.uploads() == []
-    assert s3.keys() == ["a"]
+    assert s3.names() == ["a"]
 
 
 def test_a_server_that_ends_at_once_is_an_error_that_shows_what_it_printed(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_request_fails_as_the_script_wants(
         obstore.put(once(s3, s3_proxy), f"{s3.prefix}/a", b"1" * 1000, use_multipart=False)
 
     assert s3_proxy.counts.faults == {kind: 1}
-    assert s3.keys() == (["a"] if is_done else [])
+    assert s3.names() == (["a"] if is_done else [])
 
 
 def test_an_answer_is_cut_in_the_middle_of_its_body(s3: Place, s3_proxy: FaultyProxy) -> None:

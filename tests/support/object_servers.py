@@ -64,7 +64,7 @@ class Place:
         """obstore's own store on the whole bucket."""
         return plain_store(self.url, self.options)
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """What lies under the prefix, as the server lists it."""
         import obstore
 
