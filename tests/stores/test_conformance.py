@@ -17,10 +17,13 @@ import pytest
 from reshard.stores.file_systems import FileSystem
 from reshard.stores.local import LOCK_FILE, LocalStore
 from reshard.stores.memory import MemoryStore
+from reshard.stores.objects import ObjectStore
 from reshard.stores.protocol import Mappable, Store, VersionConflict
 from reshard.stores.stream_store import StreamStore
 from support.failing_system import refusing
+from support.faulty_proxy import FaultyProxy, seeded
 from support.object_files import SCHEME, ListedObjects
+from support.object_servers import Place
 
 
 def put(store: Store, key: str, data: bytes) -> None:
@@ -36,8 +39,10 @@ def publish(store: Store, data: bytes) -> str:
     return store.commit("draft", ".metadata", data, store.version(".metadata"))
 
 
-def get(store: Store, key: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-    reader = store.open_reader(key)
+def get(
+    store: Store, key: str, offset: int = 0, nbytes: int | None = None, ahead: int = 0
+) -> bytes:
+    reader = store.open_reader(key, ahead)
     try:
         buffer = bytearray(reader.nbytes - offset if nbytes is None else nbytes)
         reader.read_into(offset, [memoryview(buffer)])
@@ -347,7 +352,8 @@ class StoreTests:
 
         def look() -> None:
             while running:
-                seen.append(get(store, ".metadata"))
+                # As manifests are read: where there are requests, by one.
+                seen.append(get(store, ".metadata", ahead=1 << 20))
 
         thread = threading.Thread(target=look)
         thread.start()
@@ -661,3 +667,28 @@ class TestLocalStreams(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return StreamStore(FileSystem(), tmp_path / "places" / "here")
+
+
+class TestObjectStore(StoreTests):
+    @pytest.fixture
+    def store(self, s3: Place) -> Store:
+        return ObjectStore(s3.url, s3.options)
+
+
+@pytest.mark.slow
+class TestObjectStoreThatOftenFails(StoreTests):
+    @pytest.fixture
+    def store(self, s3: Place, s3_proxy: FaultyProxy) -> Store:
+        s3_proxy.script = seeded(15, 0.1)
+        return ObjectStore(s3.url, s3.through(s3_proxy.endpoint).options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("azurite")
+class TestObjectStoreOnAzure(StoreTests):
+    """The first test may have to install the server."""
+
+    @pytest.fixture
+    def store(self, azure: Place) -> Store:
+        return ObjectStore(azure.url, azure.options)

@@ -28,9 +28,19 @@ def test_the_server_keeps_what_is_put_and_creates_only_what_is_absent(s3: Place)
     with pytest.raises(AlreadyExistsError):
         obstore.put(s3.store(), key, b"second", mode="create")
 
-    assert s3.keys() == ["a"]
+    assert s3.names() == ["a"]
     assert bytes(obstore.get(s3.store(), key).bytes()) == b"first"
     assert SECRET_KEY not in repr(s3)
+
+
+def test_uploads_that_were_not_ended_are_known(s3: Place) -> None:
+    upload = obstore.open_writer(s3.store(), f"{s3.prefix}/a", buffer_size=5 << 20)
+    upload.write(bytes(11 << 20))
+    assert s3.uploads() == [f"{s3.prefix}/a"]
+    upload.close()
+
+    assert s3.uploads() == []
+    assert s3.names() == ["a"]
 
 
 def test_a_server_that_ends_at_once_is_an_error_that_shows_what_it_printed(tmp_path: Path) -> None:
@@ -63,6 +73,7 @@ def test_the_proxy_passes_everything_on_and_counts_it(s3: Place, s3_proxy: Fault
 @pytest.mark.parametrize(
     ("kind", "told", "is_done"),
     [
+        ("403", "403 Forbidden", False),
         ("500", "500 Internal Server Error", False),
         ("503", "503 Service Unavailable", False),
         ("reset", "error sending request", False),
@@ -78,7 +89,7 @@ def test_a_request_fails_as_the_script_wants(
         obstore.put(once(s3, s3_proxy), f"{s3.prefix}/a", b"1" * 1000, use_multipart=False)
 
     assert s3_proxy.counts.faults == {kind: 1}
-    assert s3.keys() == (["a"] if is_done else [])
+    assert s3.names() == (["a"] if is_done else [])
 
 
 def test_an_answer_is_cut_in_the_middle_of_its_body(s3: Place, s3_proxy: FaultyProxy) -> None:

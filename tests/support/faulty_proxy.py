@@ -23,7 +23,7 @@ BUFFER_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 CREDIT_SECONDS = 0.05
 
-Kind = Literal["delay", "500", "503", "reset", "lost", "truncated", "silent"]
+Kind = Literal["delay", "403", "500", "503", "reset", "lost", "truncated", "silent"]
 FAILURES: tuple[Kind, ...] = ("500", "503", "reset", "lost", "truncated")
 """What a client has to try again."""
 
@@ -33,7 +33,7 @@ class Fault:
     """What goes wrong with one request.
 
     - `delay`: it is answered `seconds` later.
-    - `500`, `503`: an error of the server, which has done nothing.
+    - `403`, `500`, `503`: an error of the server, which has done nothing.
     - `reset`: the connection is reset; the server has not seen the request.
     - `lost`: the connection is reset; the server has done what was asked.
     - `truncated`: the answer ends in its middle.
@@ -188,7 +188,7 @@ class FaultyProxy:
                 case "silent":
                     self._gone.wait(fault.seconds)
                     raise _Cut
-                case "500" | "503":
+                case "403" | "500" | "503":
                     for _ in _body(client, headers):
                         pass
                     client.socket.sendall(_refusal(fault.kind))
@@ -383,8 +383,9 @@ def _parsed(head: bytes) -> tuple[list[str], dict[str, str]]:
     return first.split(" "), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
-def _refusal(kind: Literal["500", "503"]) -> bytes:
+def _refusal(kind: Literal["403", "500", "503"]) -> bytes:
     code, reason = {
+        "403": ("AccessDenied", "Forbidden"),
         "500": ("InternalError", "Internal Server Error"),
         "503": ("SlowDown", "Slow Down"),
     }[kind]

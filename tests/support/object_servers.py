@@ -6,9 +6,15 @@ memory where there is such a place, ended by its process id, and its files remov
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import datetime
+import hashlib
+import hmac
+import http.client
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -57,7 +64,7 @@ class Place:
         """obstore's own store on the whole bucket."""
         return plain_store(self.url, self.options)
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """What lies under the prefix, as the server lists it."""
         import obstore
 
@@ -67,6 +74,11 @@ class Place:
             for each in some
         ]
         return sorted(path.removeprefix(f"{self.prefix}/") for path in found)
+
+    def uploads(self) -> list[str]:
+        """Uploads in parts under the prefix that were neither ended nor given up."""
+        found = _signed_get(self.options, f"/{BUCKET}", {"prefix": self.prefix, "uploads": ""})
+        return re.findall(r"<Key>([^<]*)</Key>", found)
 
     def through(self, endpoint: str) -> Place:
         """The same, reached by another way, such as a proxy."""
@@ -319,14 +331,37 @@ def _is_listed(scheme: str, options: dict[str, Any]) -> str:
     return ""
 
 
+def _signed_get(options: dict[str, Any], path: str, query: dict[str, str]) -> str:
+    """What S3 answers to a request that obstore has no function for."""
+    host = options["endpoint"].removeprefix("http://")
+    now = datetime.datetime.now(datetime.timezone.utc)
+    moment, scope = now.strftime("%Y%m%dT%H%M%SZ"), [now.strftime("%Y%m%d")]
+    scope += [options["region"], "s3", "aws4_request"]
+    asked = urllib.parse.urlencode(sorted(query.items()), quote_via=urllib.parse.quote, safe="")
+    nothing = hashlib.sha256(b"").hexdigest()
+    headers = {"host": host, "x-amz-content-sha256": nothing, "x-amz-date": moment}
+    names = ";".join(headers)
+    lines = [f"{name}:{value}" for name, value in headers.items()]
+    request = "\n".join(["GET", path, asked, *lines, "", names, nothing])
+    digest = hashlib.sha256(request.encode()).hexdigest()
+    key = f"AWS4{options['secret_access_key']}".encode()
+    for part in [*scope, "\n".join(["AWS4-HMAC-SHA256", moment, "/".join(scope), digest])]:
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    headers["authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={options['access_key_id']}/{'/'.join(scope)}, "
+        f"SignedHeaders={names}, Signature={key.hex()}"
+    )
+    with contextlib.closing(http.client.HTTPConnection(host, timeout=10)) as connection:
+        connection.request("GET", f"{path}?{asked}", headers=headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+    if answer.status != 200:
+        raise ServerFailed(f"{path}?{asked}: {answer.status} {text}")
+    return text
+
+
 def _container_is_made(options: dict[str, Any]) -> str:
     """Make the container, which obstore cannot, with a request of our own."""
-    import base64
-    import datetime
-    import hashlib
-    import hmac
-    import http.client
-
     reason = _is_listed("az", options)
     if "ContainerNotFound" not in reason and "404" not in reason:
         return reason

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import random
 import re
@@ -21,6 +22,8 @@ from typing import Any
 from reshard.stores.protocol import VersionConflict
 from reshard.stores.urls import scheme_of, without_secrets
 
+logger = logging.getLogger(__name__)
+
 _RETRY_SECONDS = 120.0
 _FIRST_SECONDS = 2.5
 """How long an endpoint that never answered is tried."""
@@ -29,6 +32,8 @@ _CONCURRENCY = 8
 _BACKOFF_SECONDS = (0.1, 5.0)
 _OWN_OPTIONS = ("store", "retry_seconds", "concurrency")
 _STATUS = re.compile(r"status code: (\d{3})")
+_BODY = "response body"
+"""What errors of a body that broke off speak of."""
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 
 _answered: set[tuple[str, str]] = set()
@@ -39,6 +44,14 @@ class PermanentError(OSError):
     """A request that was refused, and will be again."""
 
     is_unsupported = False
+
+
+class BrokenOffError(OSError):
+    """An answer that ended in its body: what was asked for is done."""
+
+
+class UnreachableError(OSError):
+    """A server that has not answered any more, for as long as it was asked."""
 
 
 def _obstore() -> Any:
@@ -144,59 +157,72 @@ class Clients:
         )
         return found["objects"], found["common_prefixes"]
 
-    def get_start(self, path: str, name: str, nbytes: int) -> tuple[int, memoryview]:
-        """How long an object is, and its first bytes."""
-        return self.get_range(path, name, 0, nbytes)
+    def get_range(
+        self, path: str, name: str, begin: int, nbytes: int, e_tag: str | None = None
+    ) -> tuple[Mapping[str, Any], memoryview]:
+        """What the store says of an object, and some of its bytes: fewer if it ends before.
 
-    def get_range(self, path: str, name: str, begin: int, nbytes: int) -> tuple[int, memoryview]:
-        """How long an object is, and some of its bytes: fewer if it ends before."""
+        With a tag it must still be the object that had it.
+        """
+        options: dict[str, Any] = {"range": (begin, begin + nbytes)}
+        if e_tag is not None:
+            options["if_match"] = e_tag
 
-        def get(store: Any) -> tuple[int, memoryview]:
+        def get(store: Any) -> tuple[Mapping[str, Any], memoryview]:
             try:
-                found = self._api.get(store, path, options={"range": (begin, begin + nbytes)})
+                found = self._api.get(store, path, options=options)
             except self._errors.GenericError as error:
                 if _status(error) != 416:
                     raise
-                # Nothing of it can be asked for.
-                return int(self._api.head(store, path)["size"]), memoryview(b"")
-            size = int(found.meta["size"])
-            content = memoryview(found.bytes())
-            if len(content) != min(nbytes, size - begin):
-                raise self._errors.GenericError(f"the answer has {len(content)} bytes")
-            return size, content
+                # It ends before.
+                return self._api.head(store, path), memoryview(b"")
+            content, size = memoryview(found.bytes()), int(found.meta["size"])
+            wanted = min(nbytes, size - begin)
+            if len(content) != wanted:
+                raise self._errors.GenericError(
+                    f"the response body has {len(content)} bytes of {wanted}"
+                )
+            return found.meta, content
 
-        size, content = self._ask_for_content(get, name)
-        return size, content
-
-    def _ask_for_content(self, get: Callable[[Any], Any], name: str) -> Any:
-        """Ask again if the answer breaks off: nothing of it was used."""
-        give_up = time.monotonic() + self.retry_seconds
-        pause, longest = _BACKOFF_SECONDS
-        while True:
-            try:
-                return self._ask(get, "get", name)
-            except (PermanentError, FileNotFoundError, PermissionError):
-                raise
-            except OSError:
-                wait = random.uniform(pause / 2, pause)  # noqa: S311 - no secret
-                if time.monotonic() + wait > give_up:
-                    raise
-                time.sleep(wait)
-                pause = min(longest, pause * 2)
+        try:
+            about, content = self._ask(get, "get", name)
+        except VersionConflict:
+            raise OSError(
+                errno.ESTALE,
+                "the object was replaced while it was read. Read the checkpoint again",
+                name,
+            ) from None
+        return about, content
 
     def _ask(self, request: Callable[[Any], Any], verb: str, name: str) -> Any:
+        """Make a request, and make it again while that may help.
+
+        obstore does most of this, but not if the answer breaks off in its body, or if the
+        connection breaks during a conditional put: that may have been done. Those who put on a
+        condition look whether what is in the way is their own.
+        """
         with self._lock:
             self.requests += 1
-        is_known = self._identity in _answered
-        try:
-            found = request(self._patient if is_known else self._brisk)
-        except (self._errors.BaseError, FileNotFoundError) as error:
-            if is_known or _status(error) is None or not _may_pass(error):
-                raise self._explained(error, verb, name, is_known) from None
-            # There is a server, which is to be waited for.
-            found = self.guarded(lambda: request(self._patient), verb, name)
-        _answered.add(self._identity)
-        return found
+        began = time.monotonic()
+        pause, longest = _BACKOFF_SECONDS
+        while True:
+            is_known = self._identity in _answered
+            try:
+                found = request(self._patient if is_known else self._brisk)
+            except (self._errors.BaseError, OSError) as error:
+                if self._is_answer(error):
+                    # There is a server, which is to be waited for.
+                    _answered.add(self._identity)
+                    is_known = True
+                limit = self.retry_seconds if is_known else min(_FIRST_SECONDS, self.retry_seconds)
+                wait = random.uniform(pause / 2, pause)  # noqa: S311 - no secret
+                if not self._may_pass(error) or time.monotonic() + wait > began + limit:
+                    raise self._explained(error, verb, name, is_known) from None
+                time.sleep(wait)
+                pause = min(longest, pause * 2)
+            else:
+                _answered.add(self._identity)
+                return found
 
     def open_upload(self, path: str, name: str, part_bytes: int) -> Upload:
         """An object that is uploaded in parts."""
@@ -215,7 +241,7 @@ class Clients:
         """Do something that makes requests; its errors say what to do."""
         try:
             return work()
-        except (self._errors.BaseError, FileNotFoundError) as error:
+        except (self._errors.BaseError, OSError) as error:
             raise self._explained(error, verb, name, is_known=True) from None
 
     def _explained(self, error: Exception, verb: str, name: str, is_known: bool) -> Exception:
@@ -249,20 +275,51 @@ class Clients:
             unsupported = PermanentError(errno.ENOTSUP, f"the store cannot do that{said}", name)
             unsupported.is_unsupported = True
             return unsupported
-        if status is not None and not _may_pass(error):
+        if status is not None and not self._may_pass(error):
             return PermanentError(errno.EINVAL, f"the store refuses to {_WORDS[verb]}{said}", name)
-        if not is_known and status is None and not _is_answer(error):
+        if not is_known and not self._is_answer(error):
             return PermanentError(
                 errno.EHOSTUNREACH,
                 f"nothing answers at {without_secrets(self._identity[1]) or 'its endpoint'}. Check "
                 "the endpoint and the network",
                 name,
             )
-        return OSError(
+        kind = OSError
+        if status is None:
+            kind = BrokenOffError if _BODY in str(error) else UnreachableError
+        return kind(
             errno.EIO,
             f"the store did not {_WORDS[verb]}{said} within {self.retry_seconds:.0f} s, although "
             "it was asked again and again. Look after it, or raise retry_seconds",
             name,
+        )
+
+    def _is_answer(self, error: Exception) -> bool:
+        """Whether the server has answered, if only in part."""
+        return self._is_verdict(error) or _status(error) is not None or _BODY in str(error)
+
+    def _may_pass(self, error: Exception) -> bool:
+        status = _status(error)
+        if self._is_verdict(error):
+            return False
+        return status is None or status in (408, 429) or (status >= 500 and status != 501)
+
+    def _is_verdict(self, error: Exception) -> bool:
+        """Whether the server has said what is wrong with the request."""
+        kinds = self._errors
+        return isinstance(
+            error,
+            FileNotFoundError
+            | FileExistsError
+            | PermissionError
+            | kinds.NotFoundError
+            | kinds.AlreadyExistsError
+            | kinds.PreconditionError
+            | kinds.NotModifiedError
+            | kinds.PermissionDeniedError
+            | kinds.UnauthenticatedError
+            | kinds.NotSupportedError
+            | kinds.InvalidPathError,
         )
 
 
@@ -280,23 +337,57 @@ class Upload:
     """An upload in parts, which ends as an object or as nothing."""
 
     def __init__(self, clients: Clients, path: str, name: str, part_bytes: int) -> None:
-        self._clients, self._name, self._part_bytes = clients, name, part_bytes
+        self._clients, self._path, self._name = clients, path, name
+        self._part_bytes = part_bytes
         self._stream = clients.start_upload(path, part_bytes)
         self._nbytes = 0
+        # What was written before the first request, which begins the upload.
+        self._first: list[bytes] | None = []
+        self._is_reachable = True
 
     def write(self, data: memoryview) -> None:
-        self._clients.guarded(lambda: self._stream.write(data), "put", self._name)
+        try:
+            self._write(data)
+        except BrokenOffError:
+            if self._first is None:
+                raise
+            # An upload was begun that has no name here: begin another one.
+            self._stream = self._clients.start_upload(self._path, self._part_bytes)
+            for early in self._first:
+                self._write(memoryview(early))
+            self._write(data)
         self._nbytes += len(data)
+        if self._nbytes >= self._part_bytes:
+            self._first = None
+        elif self._first is not None:
+            self._first.append(bytes(data))
+
+    def _write(self, data: memoryview) -> None:
+        self._request(lambda: self._stream.write(data))
 
     def close(self) -> None:
-        self._clients.guarded(self._stream.close, "put", self._name)
+        self._request(self._stream.close)
         # One to begin, one to end.
         self._clients.count(-(-self._nbytes // self._part_bytes) + 2)
 
     def abort(self) -> None:
-        """Leave nothing on the server."""
+        """Leave nothing on the server, as far as it can be reached."""
         stream, reason = self._stream, OSError(errno.ECANCELED, "the upload was given up")
-        self._clients.guarded(lambda: stream.__exit__(OSError, reason, None), "put", self._name)
+        try:
+            if self._is_reachable:
+                self._request(lambda: stream.__exit__(OSError, reason, None))
+                return
+        except OSError as error:
+            # The reason why it is given up matters more.
+            logger.warning("an upload could not be given up: %s", error)
+        logger.warning("parts of an upload may be left on the store: %s", self._name)
+
+    def _request(self, work: Callable[[], Any]) -> None:
+        try:
+            self._clients.guarded(work, "put", self._name)
+        except UnreachableError:
+            self._is_reachable = False
+            raise
 
 
 def _root_of(url: str) -> str:
@@ -316,13 +407,3 @@ def _status(error: Exception) -> int | None:
     """The HTTP status of an answer; None if there was none."""
     match = _STATUS.search(str(error))
     return int(match[1]) if match else None
-
-
-def _is_answer(error: Exception) -> bool:
-    """Whether the server has answered, if only in part."""
-    return "error sending request" not in str(error)
-
-
-def _may_pass(error: Exception) -> bool:
-    status = _status(error)
-    return status is None or status in (408, 429) or (status >= 500 and status != 501)

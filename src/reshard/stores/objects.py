@@ -17,7 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from reshard.stores.object_clients import Clients, PermanentError, open_clients
+from reshard.stores.object_clients import (
+    BrokenOffError,
+    Clients,
+    PermanentError,
+    open_clients,
+)
 from reshard.stores.protocol import CutShortError, Remote, VersionConflict
 from reshard.stores.urls import location_at, relative_location, scheme_of
 
@@ -131,10 +136,12 @@ class ObjectStore:
 
     def sizes(self) -> dict[str, int]:
         objects, _ = self._clients.list(self._prefix, self.location)
-        found = {posixpath.basename(each["path"]): int(each["size"]) for each in objects}
         # Some servers have an object for the directory itself.
-        found.pop("", None)
-        return found
+        return {
+            posixpath.basename(each["path"]): int(each["size"])
+            for each in objects
+            if each["path"] != self._prefix
+        }
 
     def modified(self, key: str) -> float | None:
         found = self._head(key)
@@ -291,7 +298,7 @@ class _ObjectWriter:
             self._abort()
             raise OSError(errno.EIO, "not all of the object was written", self._name)
         if self._whole is None:
-            self._upload.close()
+            self._end_upload()
             return
         data, self._whole = self._whole, None
         try:
@@ -307,6 +314,22 @@ class _ObjectWriter:
             if not error.is_unsupported:
                 raise
             self._clients.call("put", self._path, self._name, data)
+
+    def _end_upload(self) -> None:
+        try:
+            self._upload.close()
+        except BaseException as error:
+            if isinstance(error, BrokenOffError) and self._is_there():
+                return
+            self._abort()
+            raise
+
+    def _is_there(self) -> bool:
+        try:
+            found = self._clients.call("head", self._path, self._name)
+        except OSError:
+            return False
+        return bool(found["size"] == self._position)
 
     def _abort(self) -> None:
         if self._upload is not None:
@@ -330,9 +353,11 @@ class _ObjectReader:
     ) -> None:
         self._clients, self._path, self._name = clients, path, name
         self._start = memoryview(b"")
+        self._e_tag: str | None = None
         if nbytes is None or ahead:
-            size, self._start = clients.get_start(path, name, max(ahead, _LEAST_AHEAD_BYTES))
-            nbytes = size if nbytes is None else min(size, nbytes)
+            about, self._start = clients.get_range(path, name, 0, max(ahead, _LEAST_AHEAD_BYTES))
+            nbytes = min(int(about["size"]), int(about["size"]) if nbytes is None else nbytes)
+            self._e_tag = about.get("e_tag")
         self.nbytes = nbytes
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -353,9 +378,10 @@ class _ObjectReader:
         """Bytes of the object, in the memory that the answer came in."""
         if offset + nbytes <= len(self._start):
             return self._start[offset : offset + nbytes]
-        size, found = self._clients.get_range(self._path, self._name, offset, nbytes)
+        about, found = self._clients.get_range(self._path, self._name, offset, nbytes, self._e_tag)
         if len(found) != nbytes:
-            raise self._cut_short(size)
+            raise self._cut_short(int(about["size"]))
+        self._e_tag = about.get("e_tag")
         return found
 
     def _cut_short(self, end: int) -> CutShortError:
