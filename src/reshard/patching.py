@@ -143,8 +143,10 @@ def _pairs() -> dict[str, tuple[types.ModuleType, types.ModuleType]]:
     for found in pkgutil.iter_modules(dcp.__path__):
         name = f"reshard.{found.name}"
         if importlib.util.find_spec(name) is not None:
-            theirs = importlib.import_module(f"{_DCP}.{found.name}")
-            pairs[f"{_DCP}.{found.name}"] = (theirs, importlib.import_module(name))
+            # Some of torch's modules need packages that need not be installed.
+            with contextlib.suppress(ImportError):
+                theirs = importlib.import_module(f"{_DCP}.{found.name}")
+                pairs[f"{_DCP}.{found.name}"] = (theirs, importlib.import_module(name))
     return pairs
 
 

@@ -9,12 +9,14 @@ import os
 import stat
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reshard.stores.file_systems import FileSystem
+from reshard.stores.fsspec_store import FsspecStore, file_system, fsspec_store
 from reshard.stores.local import LOCK_FILE, LocalStore
 from reshard.stores.memory import MemoryStore
 from reshard.stores.protocol import Mappable, Store, VersionConflict
@@ -661,3 +663,29 @@ class TestLocalStreams(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return StreamStore(FileSystem(), tmp_path / "places" / "here")
+
+
+def at_url(url: str) -> Store:
+    fs, path = file_system(url, {})
+    return fsspec_store(fs, path, url)
+
+
+class TestFsspecMemory(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return at_url(f"memory://{uuid.uuid4()}/places/here")
+
+
+class TestFsspecFiles(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return at_url((tmp_path / "places" / "here").as_uri())
+
+
+class TestFsspecStreamsOfFiles(StoreTests):
+    """With nothing that is known of local files: as any other file system."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        url = (tmp_path / "places" / "here").as_uri()
+        return FsspecStore(*file_system(url, {}), url)

@@ -270,7 +270,6 @@ def attempt(path):
 @pytest.mark.parametrize(
     "source",
     [
-        f"from {DCP}._fsspec_filesystem import FsspecWriter",
         pytest.param(
             f"import {DCP}._experimental",
             marks=pytest.mark.skipif(
