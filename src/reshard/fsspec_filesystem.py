@@ -17,6 +17,7 @@ from reshard.filesystem import (
 from reshard.metadata import StorageMeta
 from reshard.stores import fsspec_store as store
 from reshard.stores.protocol import Store
+from reshard.stores.urls import path_of, without_secrets
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 
@@ -24,9 +25,12 @@ __all__ = ["FsspecReader", "FsspecWriter"]
 class FileSystem(FileSystemBase):
     """A file system of fsspec, chosen by the first path that it gets ready for."""
 
+    connection: store.Connection
+
     def __init__(self) -> None:
         self.fs: Any = None
         self._options: Mapping[str, Any] = {}
+        self._path_in_fs = ""
 
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> AbstractContextManager[Any]:
         return store.stream(self.fs, os.fspath(path), mode)
@@ -37,7 +41,9 @@ class FileSystem(FileSystemBase):
     def init_path(self, path: str | os.PathLike[str], **kwargs: Any) -> str | os.PathLike[str]:
         """Connect to the file system of a path. Options stay what they are until others come."""
         self._options = kwargs or self._options
-        self.fs, _ = store.file_system(os.fspath(path), self._options)
+        self.fs, self._path_in_fs = store.file_system(os.fspath(path), self._options)
+        if not hasattr(self, "connection") or self.connection.fs is not self.fs:
+            self.connection = store.Connection(self.fs)
         return path
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -62,15 +68,9 @@ class FileSystem(FileSystemBase):
         """The paths of all that lies in a directory."""
         return list(self.fs.ls(os.fspath(path), detail=False))
 
-    @property
-    def is_local(self) -> bool:
-        return store.is_local(self.fs)
-
     def open_store(self, path: str | os.PathLike[str]) -> Store:
-        """What bytes are written to and read from."""
-        url = os.fspath(path)
-        _, inner = store.file_system(url, self._options)
-        return store.fsspec_store(self.fs, inner, url)
+        """What bytes at the path are written to and read from that this is ready for."""
+        return self.connection.open(self._path_in_fs, os.fspath(path))
 
 
 class FsspecWriter(FileSystemWriter):
@@ -115,14 +115,20 @@ class FsspecWriter(FileSystemWriter):
 
     @property
     def is_on_disk(self) -> bool:
-        return type(self.fs) is FileSystem and self.fs.is_local
+        return type(self.fs) is FileSystem and self.fs.connection.is_local
 
     @property
     def is_in_this_process(self) -> bool:
-        return isinstance(self.fs, FileSystem) and store.is_in_this_process(self.fs.fs)
+        return isinstance(self.fs, FileSystem) and self.fs.connection.is_in_this_process
+
+    def shared_place(self, checkpoint_id: str | os.PathLike[str] | None = None) -> str | None:
+        chosen = path_of(self.path if checkpoint_id is None else checkpoint_id)
+        if not chosen or type(self.fs) is not FileSystem:
+            return None
+        return without_secrets(chosen) if "://" in chosen else os.path.realpath(chosen)
 
     def storage_meta(self) -> StorageMeta:
-        shown = store.without_password(os.fspath(self.path))
+        shown = without_secrets(os.fspath(self.path))
         return StorageMeta(checkpoint_id=shown, save_id=self.save_id)
 
     def open_store(self) -> Store:
@@ -145,6 +151,10 @@ class FsspecReader(FileSystemReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+    @property
+    def requests_made(self) -> int:
+        return self.fs.connection.requests if type(self.fs) is FileSystem else 0
 
     def open_store(self) -> Store:
         return (

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from reshard.stores.file_systems import FileSystem
-from reshard.stores.fsspec_store import FsspecStore, file_system, fsspec_store
+from reshard.stores.fsspec_store import Connection, FsspecStore, file_system
 from reshard.stores.local import LOCK_FILE, LocalStore
 from reshard.stores.memory import MemoryStore
+from reshard.stores.places import open_place
 from reshard.stores.protocol import Mappable, Store, VersionConflict
 from reshard.stores.stream_store import StreamStore
 from support.failing_system import refusing
@@ -665,21 +666,16 @@ class TestLocalStreams(StoreTests):
         return StreamStore(FileSystem(), tmp_path / "places" / "here")
 
 
-def at_url(url: str) -> Store:
-    fs, path = file_system(url, {})
-    return fsspec_store(fs, path, url)
-
-
 class TestFsspecMemory(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        return at_url(f"memory://{uuid.uuid4()}/places/here")
+        return open_place(f"memory://{uuid.uuid4()}/places/here")
 
 
 class TestFsspecFiles(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
-        return at_url((tmp_path / "places" / "here").as_uri())
+        return open_place((tmp_path / "places" / "here").as_uri())
 
 
 class TestFsspecStreamsOfFiles(StoreTests):
@@ -688,4 +684,5 @@ class TestFsspecStreamsOfFiles(StoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         url = (tmp_path / "places" / "here").as_uri()
-        return FsspecStore(*file_system(url, {}), url)
+        fs, path = file_system(url, {})
+        return FsspecStore(Connection(fs), path, url)

@@ -16,12 +16,12 @@ What such a file system promises is not known, so nothing is taken for granted:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import importlib
 import logging
 import os
 import posixpath
-import re
 import threading
 import time
 import uuid
@@ -29,15 +29,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timezone
 from typing import Any
 
+import numpy as np
+
 from reshard.stores.local import LocalStore
-from reshard.stores.protocol import CutShortError, Store, VersionConflict
+from reshard.stores.protocol import CutShortError, Remote, Store, VersionConflict
 from reshard.stores.stream_store import StreamWriter, version_of
+from reshard.stores.urls import relative_location, scheme_of, without_secrets
 
 logger = logging.getLogger(__name__)
 
 _VERSION_BYTES = 16
 _READ_WHOLE_BYTES = 64 << 10
-_MOST_BYTES_OF_A_REQUEST = 64 << 20
+_REMOTE = Remote(piece_bytes=8 << 20, gap_bytes=1 << 20, concurrency=8)
+_FOR_MANY_THREADS = frozenset({"memory", "file", "hf", "sftp", "ssh", "webhdfs", "hdfs"})
+"""File systems that are not asynchronous, and that several threads may use all the same."""
 _CHANGES_WITH_CONTENT = {
     *("etag", "md5", "md5hash", "crc32c", "sha", "oid", "blob_id", "xet_hash", "checksum"),
     *("generation", "version", "versionid", "version_id", "created"),
@@ -74,7 +79,7 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         fs, path = fsspec().core.url_to_fs(url, **options)
     except ImportError as error:
         raise ImportError(
-            f"{without_password(url)} needs a package that is not installed: "
+            f"{without_secrets(url)} needs a package that is not installed: "
             f"{_how_to_install(_protocol(url), error)}"
         ) from error
     return fs, path
@@ -99,35 +104,55 @@ def _how_to_install(protocol: str, error: ImportError) -> str:
     return f"pip install {package} (fsspec says: {error})"
 
 
-_PASSWORD = re.compile(r"(?<=://)([^/:@]*):[^/]*@")
+class Connection:
+    """A file system that several stores and readers ask, and how many requests that made.
+
+    It can be sent to another process, where it counts anew.
+    """
+
+    def __init__(self, fs: Any) -> None:
+        self.fs = fs
+        self.requests = 0
+        self._count = threading.Lock()
+        self.takes_many = fs.async_impl or not _FOR_MANY_THREADS.isdisjoint(_protocols(fs))
+        self._turns = contextlib.nullcontext() if self.takes_many else threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return Connection, (self.fs,)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is the file system of the machine, and nothing more."""
+        local = importlib.import_module("fsspec.implementations.local").LocalFileSystem
+        return type(self.fs) is local
+
+    @property
+    def is_in_this_process(self) -> bool:
+        """Whether what is saved there can only be seen by this process."""
+        memory = importlib.import_module("fsspec.implementations.memory").MemoryFileSystem
+        fs = self.fs
+        while fs is not None and not isinstance(fs, memory):
+            # What others are built on, such as caches.
+            fs = getattr(fs, "fs", None)
+        return fs is not None
+
+    def open(self, path: str, url: str) -> Store:
+        """The store for a path, which people know as `url`."""
+        if self.is_local:
+            # With all that is known of local files: locks, maps, what has to be synced.
+            return LocalStore(path)
+        return FsspecStore(self, path, url)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the file system that makes a request."""
+        with self._count:
+            self.requests += 1
+        with self._turns:
+            return getattr(self.fs, method)(*args, **kwargs)
 
 
-def without_password(url: str) -> str:
-    """A URL as it may be shown: the name of the user stays, the password goes."""
-    return _PASSWORD.sub(r"\1@", url)
-
-
-def fsspec_store(fs: Any, path: str, url: str) -> Store:
-    """The store for a path of a file system, which people know as `url`."""
-    if is_local(fs):
-        # With all that is known of local files: locks, maps, what has to be synced.
-        return LocalStore(path)
-    return FsspecStore(fs, path, url)
-
-
-def is_local(fs: Any) -> bool:
-    """Whether this is the file system of the machine, and nothing more."""
-    local = importlib.import_module("fsspec.implementations.local").LocalFileSystem
-    return type(fs) is local
-
-
-def is_in_this_process(fs: Any) -> bool:
-    """Whether what is saved there can only be seen by this process."""
-    memory = importlib.import_module("fsspec.implementations.memory").MemoryFileSystem
-    while fs is not None and not isinstance(fs, memory):
-        # What others are built on, such as caches.
-        fs = getattr(fs, "fs", None)
-    return fs is not None
+def _protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
 
 
 # Files
@@ -194,26 +219,30 @@ def remove_file(fs: Any, path: str) -> None:
         fs.rm(path)
 
 
-def _range(fs: Any, path: str, begin: int, end: int) -> bytes:
-    abstract = importlib.import_module("fsspec.spec").AbstractFileSystem
-    if type(fs).cat_file is abstract.cat_file:
-        # It opens a stream, which reads megabytes ahead by default.
-        return bytes(fs.cat_file(path, begin, end, cache_type="none"))
-    return bytes(fs.cat_file(path, begin, end))
-
-
 class FsspecStore:
     """A directory, or what a file system has in its place.
 
     `url` is how people and other checkpoints name it; passwords in it are not kept.
     """
 
-    def __init__(self, fs: Any, path: str, url: str) -> None:
-        self.location = without_password(url).rstrip("/")
-        self._fs = fs
+    def __init__(self, connection: Connection, path: str, url: str) -> None:
+        self.location = without_secrets(url).rstrip("/")
+        self._connection = connection
+        self._fs = connection.fs
         self._root = path.rstrip("/")
         self._times: dict[str, float] = {}
         self._lock = threading.Lock()
+        self.remote: Remote | None = None
+        if not connection.is_in_this_process:
+            many = connection.takes_many
+            self.remote = _REMOTE if many else dataclasses.replace(_REMOTE, concurrency=1)
+
+    @property
+    def requests(self) -> int:
+        return self._connection.requests
+
+    def __repr__(self) -> str:
+        return f"FsspecStore({self.location!r})"
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -225,7 +254,7 @@ class FsspecStore:
         """What the file system knows of a path now; None if nothing is there."""
         self._fs.invalidate_cache(self._fs._parent(path))
         try:
-            found: Mapping[str, Any] = self._fs.info(path)
+            found: Mapping[str, Any] = self._connection.call("info", path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found
@@ -240,7 +269,7 @@ class FsspecStore:
             if found.get("type") != "directory":
                 raise NotADirectoryError(errno.ENOTDIR, "there is a file", self.location)
             return False
-        self._fs.makedirs(self._root, exist_ok=True)
+        self._connection.call("makedirs", self._root, exist_ok=True)
         return True
 
     def open_writer(self, key: str, nbytes: int | None) -> StreamWriter:
@@ -252,11 +281,12 @@ class FsspecStore:
     def _open_writer(self, key: str, nbytes: int | None) -> StreamWriter:
         return StreamWriter(stream(self._fs, self._path(key), "wb"), self._name(key), nbytes)
 
-    def open_reader(self, key: str) -> _FsspecReader:
+    def open_reader(self, key: str, ahead: int = 0) -> _FsspecReader:
         found = self._file(key)
         if found is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self._name(key))
-        return _FsspecReader(self._fs, self._path(key), self._name(key), found.get("size"))
+        size = found.get("size")
+        return _FsspecReader(self._connection, self._path(key), self._name(key), size, ahead)
 
     def sync(self) -> None:
         """Nothing to do: names are the file system's own affair."""
@@ -298,11 +328,15 @@ class FsspecStore:
     def list(self) -> list[str]:
         return sorted(self._entries(self._root))
 
-    def _entries(self, path: str) -> Mapping[str, bool]:
-        """The names in a directory, and whether they are directories."""
+    def sizes(self) -> dict[str, int]:
+        entries = self._entries(self._root).items()
+        return {name: int(each["size"]) for name, each in entries if each.get("size") is not None}
+
+    def _entries(self, path: str) -> Mapping[str, Mapping[str, Any]]:
+        """What the file system knows of all that lies in a directory, by its name."""
         self._fs.invalidate_cache(path)
         try:
-            found = self._fs.ls(path, detail=True)
+            found = self._connection.call("ls", path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         entries = {}
@@ -310,15 +344,19 @@ class FsspecStore:
             # A listing may have the directory itself, or the file that is asked for.
             folder, _, name = each["name"].rstrip("/").rpartition("/")
             if name and folder.strip("/") == path.strip("/"):
-                entries[name] = each.get("type") == "directory"
+                entries[name] = each
         return entries
+
+    def _folders(self, path: str) -> Sequence[str]:
+        entries = self._entries(path).items()
+        return [name for name, each in entries if each.get("type") == "directory"]
 
     def modified(self, key: str) -> float | None:
         """When a file was written; None for others' files if the file system has no times."""
         if self._file(key) is None:
             return None
         try:
-            found = self._fs.modified(self._path(key))
+            found = self._connection.call("modified", self._path(key))
         except NotImplementedError:
             return self._times.get(key)
         except FileNotFoundError:
@@ -350,7 +388,7 @@ class FsspecStore:
         if "/" not in self._root.strip("/") or self.list():
             return
         try:
-            self._fs.rmdir(self._root)
+            self._connection.call("rmdir", self._root)
         except (OSError, NotImplementedError) as error:
             logger.info("%s is not removed, or was not there: %s", self.location, error)
 
@@ -361,82 +399,77 @@ class FsspecStore:
         return self.at(".."), posixpath.basename(self._root)
 
     def relative(self, place: str | os.PathLike[str]) -> str:
-        shown = without_password(os.fspath(place))
-        if self._connection(shown) != self._connection(self.location):
-            raise ValueError(f"{shown} is on another file system than {self.location}")
-        other = _names(self._fs._strip_protocol(shown))
-        own = _names(self._root)
-        if own == other:
-            return "."
-        if other[: len(own)] == own:
-            raise ValueError(f"{shown} lies within {self.location}")
-        parent = posixpath.relpath("/" + "/".join(other[:-1]), "/" + "/".join(own))
-        return f"{parent}/{other[-1]}"
+        shown = without_secrets(os.fspath(place))
+        if self._reaches(shown) != self._reaches(self.location):
+            raise ValueError(f"{shown} is on another store than {self.location}")
+        return relative_location(self._root, self._fs._strip_protocol(shown))
 
-    def _connection(self, url: str) -> tuple[str, str]:
-        """What two URLs of one file system have in common: caches in front of it, and the host."""
+    def _reaches(self, url: str) -> tuple[str, str]:
+        """What all URLs of one file system have in common: the host, and caches before it."""
         chain, _, last = url.rpartition("::")
-        protocols = self._fs.protocol
-        protocols = (protocols,) if isinstance(protocols, str) else tuple(protocols)
-        if not chain and _protocol(last) not in protocols:
+        if not chain and scheme_of(last) not in _protocols(self._fs):
             return url, ""
         return chain, repr(self._fs._get_kwargs_from_urls(last))
 
     def at(self, location: str) -> Store:
         scheme, mark, rest = self.location.rpartition("://")
-        url = posixpath.normpath(f"/{rest}/{location}").lstrip("/")
-        path = posixpath.normpath(f"{self._root}/{location}")
-        # As it was written: some have a third slash, and mean the same.
+        # Without a host there is a third slash, which stays.
         slash = "/" if rest.startswith("/") else ""
-        return FsspecStore(self._fs, path, f"{scheme}{mark}{slash}{url}")
+        url = f"{scheme}{mark}{slash}{posixpath.normpath(f'/{rest}/{location}').lstrip('/')}"
+        return FsspecStore(self._connection, posixpath.normpath(f"{self._root}/{location}"), url)
 
     def neighbours(self) -> Sequence[str]:
         parent, name = posixpath.split(self._root)
         above, own = posixpath.split(parent)
-        beside = [f"../{each}" for each, is_folder in self._entries(parent).items() if is_folder]
-        folders = [each for each, is_folder in self._entries(above).items() if is_folder]
-        paths = {
-            f"../../{each}/{name}": f"{above}/{each}/{name}" for each in folders if each != own
-        }
-        return sorted([*beside, *(each for each, path in paths.items() if self._fs.isdir(path))])
-
-
-def _names(path: str) -> list[str]:
-    return [name for name in path.split("/") if name]
+        beside = [f"../{each}" for each in self._folders(parent)]
+        others = [each for each in self._folders(above) if each != own]
+        paths = {f"../../{each}/{name}": f"{above}/{each}/{name}" for each in others}
+        named = [each for each, path in paths.items() if self._connection.call("isdir", path)]
+        return sorted([*beside, *named])
 
 
 class _FsspecReader:
     """Reads ranges, each with a request of its own; any number of threads at once."""
 
-    def __init__(self, fs: Any, path: str, name: str, size: int | None) -> None:
-        self._fs, self._path, self._name = fs, path, name
-        self._content: bytes | None = None
-        if size is None or size <= _READ_WHOLE_BYTES:
+    def __init__(
+        self, connection: Connection, path: str, name: str, size: int | None, ahead: int
+    ) -> None:
+        self._connection, self._path, self._name = connection, path, name
+        self._start = memoryview(b"")
+        if size is None or size <= max(_READ_WHOLE_BYTES, ahead):
             # One request: what it returns is the content of one instant.
-            self._content = bytes(fs.cat_file(path)) if size != 0 else b""
-            size = len(self._content)
+            if size != 0:
+                self._start = memoryview(connection.call("cat_file", path))
+            size = len(self._start)
         self.nbytes = size
+        if len(self._start) < min(ahead, size):
+            self._start = self._range(0, ahead)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        end = offset + sum(map(len, buffers))
-        if end > self.nbytes:
+        wanted = sum(map(len, buffers))
+        if offset + wanted > self.nbytes:
             raise self._cut_short(self.nbytes)
-        part = memoryview(b"")
+        if not wanted:
+            return
+        # numpy copies without the GIL.
+        source, position = np.frombuffer(self.fetch(offset, wanted), dtype=np.uint8), 0
         for buffer in buffers:
-            done = 0
-            while done < len(buffer):
-                if not part:
-                    part = self._fetch(offset, min(end, offset + _MOST_BYTES_OF_A_REQUEST))
-                count = min(len(part), len(buffer) - done)
-                buffer[done : done + count] = part[:count]
-                part = part[count:]
-                done += count
-                offset += count
+            target = np.frombuffer(buffer, dtype=np.uint8)
+            np.copyto(target, source[position : position + len(buffer)])
+            position += len(buffer)
 
-    def _fetch(self, begin: int, end: int) -> memoryview:
-        if self._content is not None:
-            return memoryview(self._content)[begin:end]
-        data = _range(self._fs, self._path, begin, end)
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the file, in the memory that the answer came in."""
+        if offset + nbytes <= len(self._start):
+            return self._start[offset : offset + nbytes]
+        return self._range(offset, offset + nbytes)
+
+    def _range(self, begin: int, end: int) -> memoryview:
+        abstract = importlib.import_module("fsspec.spec").AbstractFileSystem
+        is_by_stream = type(self._connection.fs).cat_file is abstract.cat_file
+        # Streams read megabytes ahead by default.
+        exactly = {"cache_type": "none"} if is_by_stream else {}
+        data = self._connection.call("cat_file", self._path, begin, end, **exactly)
         if len(data) != end - begin:
             raise self._cut_short(begin + len(data))
         return memoryview(data)
@@ -449,4 +482,5 @@ class _FsspecReader:
         return error
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Nothing to release but memory."""
+        self._start = memoryview(b"")
