@@ -73,6 +73,10 @@ class FileSystem(FileSystemBase):
         return self.connection.open(self._path_in_fs, os.fspath(path))
 
 
+_FileSystem = FileSystem
+"""What torch 2.15 calls it."""
+
+
 class FsspecWriter(FileSystemWriter):
     """Writes a checkpoint to any place that fsspec has a file system for.
 
@@ -94,6 +98,8 @@ class FsspecWriter(FileSystemWriter):
         overwrite: bool = True,
         _extensions: Sequence[Any] | None = None,
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        *,
+        cache_staged_state_dict: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -102,6 +108,7 @@ class FsspecWriter(FileSystemWriter):
             sync_files,
             0 if thread_count == 1 else thread_count,
             per_thread_copy_ahead,
+            cache_staged_state_dict,
             overwrite=overwrite,
             _extensions=_extensions,
             serialization_format=serialization_format,

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsspec.registry import register_implementation
 from torch.distributed.checkpoint import _fsspec_filesystem as theirs
 
 import reshard
@@ -30,7 +29,7 @@ from reshard.state_dict_saver import AsyncCheckpointerType
 from reshard.stores.local import LocalStore
 from reshard.stores.places import open_place
 from reshard.stores.urls import path_of, without_secrets
-from support.fsspec_bucket import Bucket
+from support.fsspec_bucket import Bucket, installed_bucket
 from support.ranks import run_ranks
 
 
@@ -45,10 +44,8 @@ def empty() -> dict[str, Any]:
 @pytest.fixture
 def bucket() -> Iterator[str]:
     """A place in a file system whose files count when they are closed."""
-    register_implementation("bucketfs", Bucket, clobber=True)
-    Bucket.clear()
-    yield "bucketfs://b/run/step-1"
-    Bucket.clear()
+    with installed_bucket():
+        yield "bucketfs://b/run/step-1"
 
 
 @pytest.fixture(params=["memory", "file", "bucketfs"])
@@ -345,6 +342,33 @@ def test_a_save_that_was_overtaken_says_so(bucket: str) -> None:
     torch.testing.assert_close(reshard.read_state_dict(bucket), state(2.0))
 
 
+def test_a_place_that_cannot_be_reached_is_named_without_its_secrets(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Bucket, **kwargs: Any) -> None:
+        raise RuntimeError(f"no login with {kwargs}")
+
+    monkeypatch.setattr(Bucket, "__init__", refuse)
+    with pytest.raises(ConnectionError, match=r"someone@b.* cannot be opened") as caught:
+        reshard.save(state(), checkpoint_id=WITH_SECRET)
+    assert SECRET not in str(caught.getrepr(style="long"))
+    with pytest.raises(ConnectionError) as caught:
+        reshard.save(state(), checkpoint_id=bucket, storage_options={"api_key": SECRET})
+    assert SECRET not in str(caught.value)
+    with pytest.raises(ConnectionError, match="no login with"):
+        reshard.save(state(), checkpoint_id=bucket, storage_options={"region": "here"})
+
+
+def test_nothing_is_uploaded_of_a_file_in_a_cache_whose_writing_failed(bucket: str) -> None:
+    fs = FileSystem()
+    place = fs.init_path(f"simplecache::{bucket}")
+    with contextlib.suppress(KeyError), fs.create_stream(f"{place}/x", "wb") as opened:
+        opened.write(b"123")
+        raise KeyError
+    gc.collect()
+    assert Bucket.objects == {}
+
+
 # The store
 
 
@@ -419,8 +443,7 @@ def test_what_torch_saved_with_its_writer_loads(place: str, tmp_path: Path) -> N
     url = f"memory://{uuid.uuid4()}/c" if place == "memory" else f"file://{tmp_path}/c"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        # It syncs streams of memory, which have nothing to sync, and fails.
-        dcp.save(state(), storage_writer=theirs.FsspecWriter(url, sync_files=place == "file"))
+        dcp.save(state(), storage_writer=theirs.FsspecWriter(url, sync_files=False))
     loaded = empty()
     reshard.load(loaded, storage_reader=FsspecReader(url))
     torch.testing.assert_close(loaded, state())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from fsspec.registry import register_implementation
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 
@@ -79,6 +82,15 @@ class Bucket(AbstractFileSystem):
     def _rm(self, path: str) -> None:
         self.call("delete")
         del self.objects[self._strip_protocol(path)]
+
+
+@contextlib.contextmanager
+def installed_bucket() -> Iterator[None]:
+    """Within this, fsspec knows the file system, and it is empty."""
+    register_implementation("bucketfs", Bucket, clobber=True)
+    Bucket.clear()
+    yield
+    Bucket.clear()
 
 
 class Object(AbstractBufferedFile):

@@ -32,6 +32,7 @@ COUNTERPARTS = [
     "_dedup_save_plans",
     "_dedup_tensors",
     "_extension",
+    "_fsspec_filesystem",
     "_hf_utils",
     "_nested_dict",
     "_pg_transport",

@@ -22,6 +22,7 @@ import importlib
 import logging
 import os
 import posixpath
+import re
 import threading
 import time
 import uuid
@@ -74,15 +75,32 @@ def known_protocol(url: str) -> bool:
 
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system of a URL, and the path there."""
+    """The file system of a URL, and the path there. Some file systems connect now."""
+    shown = without_secrets(url)
     try:
         fs, path = fsspec().core.url_to_fs(url, **options)
     except ImportError as error:
         raise ImportError(
-            f"{without_secrets(url)} needs a package that is not installed: "
+            f"{shown} needs a package that is not installed: "
             f"{_how_to_install(_protocol(url), error)}"
         ) from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if any(secret in text for secret in _secrets(url, options)):
+            raise ConnectionError(f"{shown} cannot be opened: {type(error).__name__}") from None
+        raise ConnectionError(
+            f"{shown} cannot be opened ({text}). Check the URL and storage_options"
+        ) from error
     return fs, path
+
+
+def _secrets(url: str, options: Mapping[str, Any]) -> list[str]:
+    """What no message may hold: passwords in a URL, and options that are called like one."""
+    found = re.findall(r"(?<=://)[^/:@]*:([^/]*)@", url)
+    return [*found, *(str(each) for name, each in options.items() if _SECRET.search(name))]
+
+
+_SECRET = re.compile("key|secret|token|pass|credential|signature", re.IGNORECASE)
 
 
 def _protocol(url: str) -> str:
@@ -177,20 +195,23 @@ def stream(fs: Any, path: str, mode: str) -> Iterator[Any]:
 def _discard(fs: Any, path: str, opened: Any) -> None:
     """Leave nothing of a file whose writing failed. Best effort: failures are logged."""
     buffered = importlib.import_module("fsspec.spec").AbstractBufferedFile
-    steps: list[Callable[[], Any]] = []
+    # Not closed if there is another way: that would upload what is there so far.
+    if not _tried(getattr(opened, "discard", opened.close), path):
+        _tried(opened.close, path)
     if isinstance(opened, buffered):
-        # Not closed: that would upload what is there so far.
-        steps.append(opened.discard)
-    else:
-        steps += [opened.close, lambda: remove_file(fs, path)]
-    for step in steps:
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - whatever the file system raises
-            logger.info("what was written of %s may still be there: %s", path, error)
-    if isinstance(opened, buffered):
-        # So that the collector does not close it either.
+        # So that the collector does not close it either. An older file stays as it was.
         opened.closed = True
+    elif fs.exists(path):
+        _tried(lambda: remove_file(fs, path), path)
+
+
+def _tried(step: Callable[[], Any], path: str) -> bool:
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - whatever the file system raises
+        logger.info("what was written of %s may still be there: %s", path, error)
+        return False
+    return True
 
 
 def replace_file(fs: Any, path: str, new_path: str) -> None:
@@ -252,12 +273,19 @@ class FsspecStore:
 
     def _info(self, path: str) -> Mapping[str, Any] | None:
         """What the file system knows of a path now; None if nothing is there."""
-        self._fs.invalidate_cache(self._fs._parent(path))
+        self._forget(path)
         try:
             found: Mapping[str, Any] = self._connection.call("info", path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found
+
+    def _forget(self, path: str) -> None:
+        """Have the file system ask anew: other processes write here as well."""
+        for each in (path, self._fs._parent(path)):
+            # Some have no name for what lies above.
+            with contextlib.suppress(OSError, ValueError, NotImplementedError):
+                self._fs.invalidate_cache(each)
 
     def _file(self, key: str) -> Mapping[str, Any] | None:
         found = self._info(self._path(key))
@@ -334,7 +362,7 @@ class FsspecStore:
 
     def _entries(self, path: str) -> Mapping[str, Mapping[str, Any]]:
         """What the file system knows of all that lies in a directory, by its name."""
-        self._fs.invalidate_cache(path)
+        self._forget(path)
         try:
             found = self._connection.call("ls", path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
