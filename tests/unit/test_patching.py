@@ -45,6 +45,7 @@ COUNTERPARTS = [
     "default_planner",
     "filesystem",
     "format_utils",
+    "fsspec_filesystem",
     "hf_storage",
     "logger",
     "logging_handlers",
