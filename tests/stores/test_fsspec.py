@@ -133,6 +133,22 @@ def test_a_file_of_hugging_face_is_read_from_a_url(bucket: str, tmp_path: Path) 
         torch.testing.assert_close(reshard.read_tensor(place, "w"), torch.arange(20.0))
 
 
+def test_checkpoints_at_urls_are_converted_made_whole_and_deleted(url: str) -> None:
+    later, whole, other = (url.replace("step-1", name) for name in ("step-2", "whole", "other"))
+    reshard.save(state(), checkpoint_id=url)
+    reshard.save(state() | {"step": 2}, checkpoint_id=later, base=url)
+    with pytest.raises(reshard.CheckpointException, match="step-2"):
+        reshard.delete(url)
+    reshard.materialise(later)
+    reshard.delete(url)
+    reshard.convert(later, whole, format="reshard")
+    reshard.convert(later, other, format="dcp")
+    for place in (later, whole, other):
+        torch.testing.assert_close(reshard.read_state_dict(place), state() | {"step": 2})
+    with pytest.raises(CheckpointNotFoundError):
+        reshard.read_state_dict(url)
+
+
 def test_a_url_of_a_file_is_the_path_that_it_means(tmp_path: Path) -> None:
     place = f"file://{tmp_path}/c"
     saving: Any = reshard.async_save(state(), checkpoint_id=place)
