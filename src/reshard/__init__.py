@@ -4,6 +4,7 @@ from reshard.api import CheckpointException
 from reshard.checkpoints import Comparison, convert, delete, materialise, same
 from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.filesystem import FileSystemReader, FileSystemWriter
+from reshard.fsspec_filesystem import FsspecReader, FsspecWriter
 from reshard.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from reshard.metadata import (
     BytesStorageMetadata,
@@ -38,6 +39,8 @@ __all__ = [
     "DefaultSavePlanner",
     "FileSystemReader",
     "FileSystemWriter",
+    "FsspecReader",
+    "FsspecWriter",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
     "LoadPlan",

@@ -163,6 +163,11 @@ class FileSystemWriter(StorageWriter):
     def _is_for_dcp(self) -> bool:
         return self.format == "dcp"
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the place is a directory that this process can write to by itself."""
+        return _is_local(self.fs)
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
@@ -295,7 +300,7 @@ class FileSystemWriter(StorageWriter):
         self.save_id, self._id_is_used = save_id, True
         save, base = self._open_save(), self._open_base()
         # A stream or an object is written in order, by one thread.
-        in_order = save.store.remote is not None or not _is_local(self.fs)
+        in_order = save.store.remote is not None or not self.is_on_disk
         options = WriteOptions(
             self.single_file_per_rank,
             self.sync_files,

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
+from reshard.stores.urls import without_secrets
 from reshard.tensors.event_logger import describe_call, event_logger
 
 __all__: list[str] = []
@@ -97,7 +98,7 @@ def _msg_dict_from_dcp_method_args(*args: Any, **kwargs: Any) -> dict[str, Any]:
     if not place and storage:
         place = getattr(storage, "checkpoint_id", None)
     names = {name: type(value).__name__ for name, value in used.items() if value}
-    known = None if place is None else str(place)
+    known = None if place is None else without_secrets(str(place))
     return {"checkpoint_id": known, "uuid": str(uuid.uuid4().int), **names}
 
 

@@ -13,6 +13,7 @@ import pkgutil
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterable, Iterator, Set
 from enum import Enum
 from typing import Any
@@ -143,8 +144,12 @@ def _pairs() -> dict[str, tuple[types.ModuleType, types.ModuleType]]:
     for found in pkgutil.iter_modules(dcp.__path__):
         name = f"reshard.{found.name}"
         if importlib.util.find_spec(name) is not None:
-            theirs = importlib.import_module(f"{_DCP}.{found.name}")
-            pairs[f"{_DCP}.{found.name}"] = (theirs, importlib.import_module(name))
+            # Some of torch's modules need packages that need not be installed; of others it says
+            # that their names will go.
+            with contextlib.suppress(ImportError), warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                theirs = importlib.import_module(f"{_DCP}.{found.name}")
+                pairs[f"{_DCP}.{found.name}"] = (theirs, importlib.import_module(name))
     return pairs
 
 

@@ -9,15 +9,18 @@ import os
 import stat
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reshard.stores.file_systems import FileSystem
+from reshard.stores.fsspec_store import Connection, FsspecStore, file_system
 from reshard.stores.local import LOCK_FILE, LocalStore
 from reshard.stores.memory import MemoryStore
 from reshard.stores.objects import ObjectStore
+from reshard.stores.places import open_place
 from reshard.stores.protocol import Mappable, Store, VersionConflict
 from reshard.stores.stream_store import StreamStore
 from support.failing_system import refusing
@@ -692,3 +695,25 @@ class TestObjectStoreOnAzure(StoreTests):
     @pytest.fixture
     def store(self, azure: Place) -> Store:
         return ObjectStore(azure.url, azure.options)
+
+
+class TestFsspecMemory(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return open_place(f"memory://{uuid.uuid4()}/places/here")
+
+
+class TestFsspecFiles(StoreTests):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return open_place((tmp_path / "places" / "here").as_uri())
+
+
+class TestFsspecStreamsOfFiles(StoreTests):
+    """With nothing that is known of local files: as any other file system."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        url = (tmp_path / "places" / "here").as_uri()
+        fs, path = file_system(url, {})
+        return FsspecStore(Connection(fs), path, url)

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from reshard import api
 from support.dcp_files import Bomb
+from support.fsspec_bucket import Bucket, installed_bucket
 from support.plain_files import write_shard
 from support.quantized import write_model
 from support.subclasses import Scaled
@@ -426,6 +427,28 @@ def converting_a_file_runs_its_pickle(library: Library) -> bool:
         return made.exists()
 
 
+def what_is_left_of_a_stream_that_failed(library: Library) -> list[bytes]:
+    with installed_bucket():
+        fs = library._fsspec_filesystem.FileSystem()
+        path = fs.init_path("bucketfs://b/x")
+        with contextlib.suppress(KeyError), fs.create_stream(path, "wb") as stream:
+            stream.write(b"half")
+            raise KeyError
+        return list(Bucket.objects.values())
+
+
+def options_after_another_place(library: Library) -> Any:
+    with installed_bucket():
+        writer = library._fsspec_filesystem.FsspecWriter("bucketfs://b/x", region="here")
+        writer.reset("bucketfs://b/y")
+        return writer.fs.fs.storage_options
+
+
+def error_of_a_url_whose_package_is_missing(library: Library) -> type[BaseException] | None:
+    file_system = library._fsspec_filesystem.FileSystem
+    return raised_by(lambda: file_system.validate_checkpoint_id("dropbox://x"))
+
+
 # Row of the table -> (what is asked, DCP's answer, our answer). Rows that the comparison of
 # names and signatures finds by itself need no entry, but may have one.
 DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
@@ -548,4 +571,19 @@ DEMONSTRATIONS: dict[str, tuple[Callable[[Library], Any], Any, Any]] = {
         None,
     ),
     "filesystem._StoragePrefix": (files_have_the_prefix_of_the_plan, True, False),
+    "_fsspec_filesystem.FileSystem.create_stream": (
+        what_is_left_of_a_stream_that_failed,
+        [b"half"],
+        [],
+    ),
+    "_fsspec_filesystem.FileSystem.init_path": (
+        options_after_another_place,
+        {},
+        {"region": "here"},
+    ),
+    "_fsspec_filesystem.FileSystem.validate_checkpoint_id": (
+        error_of_a_url_whose_package_is_missing,
+        ImportError,
+        None,
+    ),
 }

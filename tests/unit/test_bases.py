@@ -122,7 +122,7 @@ def test_a_base_whose_manifest_was_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "kind", "text"),
     [
-        ("s3://x/y", BaseError, "the base 's3://x/y' is a URL, and this release of reshard has"),
+        ("s3://x/y", BaseError, "the base 's3://x/y' and the new checkpoint"),
         ("", ValueError, "base is empty: pass the directory of a checkpoint, or None"),
         (3, TypeError, "base is a path, as text or a pathlib.Path, not 3"),
     ],

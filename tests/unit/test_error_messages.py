@@ -304,8 +304,8 @@ def test_a_url_says_which_storages_there_are(act: Any) -> None:
     argument = "storage_writer" if act is reshard.save else "storage_reader"
     assert str(raised.value) == (
         "'carrier-pigeon://bucket/step-7' is a URL of a kind that reshard does not know. It knows "
-        "s3, gs and az. Pass one of these or a directory, or your own storage with "
-        f"{argument}=..."
+        "s3, gs, az and those of fsspec. Pass one of these or a directory, or your own storage "
+        f"with {argument}=..."
     )
 
 

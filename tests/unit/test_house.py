@@ -24,6 +24,7 @@ SHIMS = {
     "_dedup_save_plans",
     "_dedup_tensors",
     "_extension",
+    "_fsspec_filesystem",
     "_nested_dict",
     "_pg_transport",
     "_sharded_tensor_utils",

@@ -32,6 +32,7 @@ COUNTERPARTS = [
     "_dedup_save_plans",
     "_dedup_tensors",
     "_extension",
+    "_fsspec_filesystem",
     "_hf_utils",
     "_nested_dict",
     "_pg_transport",
@@ -44,6 +45,7 @@ COUNTERPARTS = [
     "default_planner",
     "filesystem",
     "format_utils",
+    "fsspec_filesystem",
     "hf_storage",
     "logger",
     "logging_handlers",
@@ -270,7 +272,6 @@ def attempt(path):
 @pytest.mark.parametrize(
     "source",
     [
-        f"from {DCP}._fsspec_filesystem import FsspecWriter",
         pytest.param(
             f"import {DCP}._experimental",
             marks=pytest.mark.skipif(

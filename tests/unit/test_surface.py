@@ -62,12 +62,7 @@ ALSO_USED = {
     ],
 }
 # Name -> the feature that brings it. Shrinks as features land; a stale entry fails.
-NOT_YET = {
-    "FsspecReader": "fsspec storage",
-    "FsspecWriter": "fsspec storage",
-    "_fsspec_filesystem": "fsspec storage",
-    "fsspec_filesystem": "fsspec storage",
-}
+NOT_YET: dict[str, str] = {}
 _INSIDES = "how DCP itself writes and reads; nobody imports it, and nothing here works like that"
 _EXCHANGED = "projects only put something else in its place, to change how DCP works; none calls it"
 # Name -> why nobody misses it. A search of public code found no project that imports and uses one.

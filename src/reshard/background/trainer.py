@@ -131,7 +131,15 @@ class BackgroundSave:
     def _check_target(self) -> None:
         """Raise if the save goes nowhere. A writer is not touched: it may be busy."""
         writer = self.target.writer
-        self.settings.check(self.target.choose_writer() if writer is None else writer)
+        if writer is None:
+            writer = self.target.choose_writer()
+        self.settings.check(writer)
+        if self.options.in_process and getattr(writer, "is_in_this_process", False):
+            raise ValueError(
+                f"{self.target.place} is memory of this process, which the process that saves does "
+                "not see: save with async_checkpointer_type=AsyncCheckpointerType.THREAD, or to "
+                "another place"
+            )
 
     def _stage(
         self, stager: AsyncStager, state_dict: STATE_DICT_TYPE

@@ -33,6 +33,7 @@ from reshard.planner import SavePlanner
 from reshard.plans.traits import save_traits
 from reshard.snapshots.survey import addresses_in
 from reshard.stores.local import LocalStore
+from reshard.stores.urls import path_of
 from reshard.tensors.flatten import flatten_state_dict
 from reshard.tensors.shards import DTensorReader, is_dense, is_plain, plain_local_tensor
 
@@ -105,7 +106,7 @@ def find_unchanged(
     """The tensors that a save to `place` need not copy."""
     if settings.base is None or place is None or "://" in place:
         return Unchanged()
-    if save_queue().is_busy_with(os.path.realpath(settings.base)):
+    if save_queue().is_busy_with(os.path.realpath(path_of(settings.base))):
         # What will be there when the turn of this save comes is not there yet.
         return Unchanged()
     store = LocalStore(place)

@@ -32,6 +32,7 @@ from reshard.format.tables import Manifest, Origin
 from reshard.planning.columns import DTYPES, ChunkTable
 from reshard.plans.results import WrittenFile
 from reshard.stores.protocol import Reader, Store
+from reshard.stores.urls import path_of, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +80,12 @@ class Base(Protocol):
 
 def base_location(store: Store, base: str | os.PathLike[str]) -> str:
     """Where the base lies, as seen from the new checkpoint in `store`."""
-    if "://" in os.fspath(base) and "://" not in store.location:
+    base = path_of(base)
+    if ("://" in base) != ("://" in store.location):
         raise BaseError(
-            f"the base {os.fspath(base)!r} is a URL, and this release of reshard has bases in "
-            "directories only. Pass a directory (such as one where that is mounted)"
+            f"the base {without_secrets(base)!r} and the new checkpoint {store.location!r} are "
+            "not on one file system, so that one cannot refer to the other. Pass a base that is "
+            "beside the new checkpoint, or none"
         )
     try:
         location = store.relative(base)
@@ -92,8 +95,8 @@ def base_location(store: Store, base: str | os.PathLike[str]) -> str:
         ) from error
     if location == ".":
         raise BaseError(
-            f"a checkpoint cannot be its own base: {os.fspath(base)!r} is where the save goes. "
-            "Pass another checkpoint as the base, or save to another place"
+            f"a checkpoint cannot be its own base: {without_secrets(base)!r} is where the save "
+            "goes. Pass another checkpoint as the base, or save to another place"
         )
     if not is_plain_location(location):
         raise BaseError(

@@ -31,6 +31,7 @@ from reshard.coordination.exchange import TextExchange
 from reshard.filesystem import FileSystemWriter
 from reshard.foreign.opening import open_manifest
 from reshard.format.plain_dtypes import PACKED_DTYPES
+from reshard.fsspec_filesystem import FsspecWriter
 from reshard.object_storage import ObjectStoreWriter
 from reshard.operations.ranks import Ranks
 from reshard.operations.renaming import Rename, name_changer
@@ -116,6 +117,9 @@ def _open_writer(target: Place, settings: ConversionSettings) -> FileSystemWrite
             overwrite=settings.overwrite,
             storage_options=settings.storage_options,
         )
+    if scheme_of(target):
+        options = settings.storage_options or {}
+        return FsspecWriter(target, overwrite=settings.overwrite, **options)
     return FileSystemWriter(target, thread_count=_THREADS, overwrite=settings.overwrite)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from reshard.coordination.pairing import LOAD, UNKNOWN, Intent
 from reshard.engine.reading import Verify
 from reshard.filesystem import FileSystemReader, FileSystemWriter
+from reshard.fsspec_filesystem import FsspecReader, FsspecWriter
 from reshard.object_storage import ObjectStoreReader, ObjectStoreWriter
 from reshard.operations.user_calls import with_defaults
 from reshard.storage import StorageReader, StorageWriter
-from reshard.stores.urls import without_secrets
+from reshard.stores.urls import path_of, without_secrets
 
 Place = str | os.PathLike[str]
 
@@ -24,6 +25,7 @@ def comparable_place(checkpoint_id: Any) -> str | None:
     text = os.fspath(checkpoint_id) if isinstance(checkpoint_id, os.PathLike) else checkpoint_id
     if not isinstance(text, str):
         return None
+    text = path_of(text)
     return without_secrets(text).rstrip("/") if "://" in text else os.path.realpath(text)
 
 
@@ -52,23 +54,25 @@ def _storage_setup(
         raise RuntimeError(f"`checkpoint_id` must be specified if `{argument}` is None: say {what}")
     for kind in _READERS if reader else _WRITERS:
         if kind.validate_checkpoint_id(checkpoint_id):
-            if kind in (FileSystemReader, FileSystemWriter):
-                if storage_options:
-                    raise ValueError(
-                        f"storage_options are for URLs, and {checkpoint_id!r} is a path: leave "
-                        "them out"
-                    )
-                made = kind(checkpoint_id)
-            else:
-                made = kind(checkpoint_id, storage_options=storage_options)
+            made = _make(kind, checkpoint_id, storage_options or {})
             made.reset(checkpoint_id)
             return made
     raise _unknown_place(checkpoint_id, argument)
 
 
 # What is asked for each place, in this order.
-_WRITERS: tuple[Any, ...] = (FileSystemWriter, ObjectStoreWriter)
-_READERS: tuple[Any, ...] = (FileSystemReader, ObjectStoreReader)
+_WRITERS: tuple[Any, ...] = (FileSystemWriter, ObjectStoreWriter, FsspecWriter)
+_READERS: tuple[Any, ...] = (FileSystemReader, ObjectStoreReader, FsspecReader)
+
+
+def _make(kind: Any, place: Place, storage_options: Mapping[str, Any]) -> Any:
+    if kind in (FsspecReader, FsspecWriter):
+        return kind(place, **storage_options)
+    if kind in (ObjectStoreReader, ObjectStoreWriter):
+        return kind(place, storage_options=storage_options)
+    if storage_options:
+        raise ValueError(f"storage_options are for URLs, and {place!r} is a path: leave them out")
+    return kind(place)
 
 
 def _unknown_place(place: object, argument: str) -> RuntimeError:
@@ -76,9 +80,10 @@ def _unknown_place(place: object, argument: str) -> RuntimeError:
     why = f"is a {type(place).__name__}, and not a place that reshard knows. Pass a directory"
     if isinstance(place, str) and "://" in place:
         why = (
-            "is a URL of a kind that reshard does not know. It knows s3, gs and az. Pass one of "
-            "these or a directory"
+            "is a URL of a kind that reshard does not know. It knows s3, gs, az and those of "
+            "fsspec. Pass one of these or a directory"
         )
+        place = without_secrets(place)
     return RuntimeError(f"{place!r} {why}, or your own storage with {argument}=...")
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from reshard.stores.file_systems import FileSystemBase, Location
@@ -49,17 +50,21 @@ class StreamStore:
         self._fs.mkdir(self._root)
         return False
 
-    def open_writer(self, key: str, nbytes: int | None) -> _StreamWriter:
+    def open_writer(self, key: str, nbytes: int | None) -> StreamWriter:
         if self._fs.exists(self._path(key)):
             raise FileExistsError(errno.EEXIST, "there is such a file already", self._name(key))
         self._times[key] = time.time()
-        return _StreamWriter(self._fs, self._path(key), nbytes)
+        return self._writer(key, nbytes)
 
     def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> _StreamReader:
         # Streams of object stores notice only when they are read.
         if not self._fs.exists(self._path(key)):
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self._name(key))
         return _StreamReader(self._fs, self._path(key))
+
+    def _writer(self, key: str, nbytes: int | None) -> StreamWriter:
+        stream = self._fs.create_stream(self._path(key), "wb")
+        return StreamWriter(stream, self._name(key), nbytes)
 
     def _name(self, key: str) -> str:
         return os.fspath(self._path(key))
@@ -76,7 +81,7 @@ class StreamStore:
             # A manifest ends with the checksum of all that is before.
             tail = bytearray(min(_VERSION_BYTES, reader.nbytes))
             reader.read_into(reader.nbytes - len(tail), [memoryview(tail)] if tail else [])
-            return _version(reader.nbytes, tail)
+            return version_of(reader.nbytes, tail)
         finally:
             reader.close()
 
@@ -87,7 +92,7 @@ class StreamStore:
             found = self.version(key)
             if found != expected:
                 raise VersionConflict(f"{self._name(key)} is {found}, not {expected}")
-            writer = _StreamWriter(self._fs, self._path(draft), len(data))
+            writer = self._writer(draft, len(data))
             try:
                 writer.write(0, [memoryview(data)])
                 writer.sync()
@@ -96,7 +101,7 @@ class StreamStore:
             self._replace(draft, key)
             self._times.pop(draft, None)
             self._times[key] = time.time()
-        return _version(len(data), data[-_VERSION_BYTES:])
+        return version_of(len(data), data[-_VERSION_BYTES:])
 
     def _replace(self, draft: str, key: str) -> None:
         try:
@@ -167,21 +172,22 @@ def _names_in(fs: Any, path: Location) -> list[str]:
         return []
 
 
-def _version(nbytes: int, tail: bytes | bytearray) -> str:
+def version_of(nbytes: int, tail: bytes | bytearray) -> str:
+    """Which content a file has, by its size and its last bytes."""
     return f"{nbytes}-{bytes(tail).hex()}"
 
 
-class _StreamWriter:
+class StreamWriter:
     """Writes a stream from its beginning to its end, whatever order pieces come in.
 
     A piece that is early is kept in a temporary file until those before it are written. So no
     thread ever waits for another, which may have failed.
     """
 
-    def __init__(self, fs: FileSystemBase, path: Location, nbytes: int | None) -> None:
-        self._path = os.fspath(path)
+    def __init__(self, stream: AbstractContextManager[Any], name: str, nbytes: int | None) -> None:
+        self._path = name
         self._nbytes = nbytes
-        self._context = fs.create_stream(path, "wb")
+        self._context = stream
         self._stream = self._context.__enter__()
         self._position = 0
         self._early: dict[int, tuple[int, int]] = {}

@@ -16,9 +16,16 @@ def scheme_of(place: object) -> str:
     return match[0].lower() if match else ""
 
 
+def path_of(place: str | os.PathLike[str]) -> str:
+    """A URL of a local file as the path that it means; any other place as it is."""
+    text = os.fspath(place)
+    return text.partition("://")[2] if scheme_of(text) in ("file", "local") else text
+
+
 def without_secrets(url: str) -> str:
     """A URL as it may be shown: no password, and no query, which may hold a signature."""
-    shown = re.sub(r"(?<=://)([^/@]*?):[^/@]*@", r"\1@", url)
+    # Up to the last @ before the path: a password may have one in it.
+    shown = re.sub(r"(?<=://)([^/:@]*):[^/]*@", r"\1@", url)
     return shown.partition("?")[0] if "://" in shown else shown
 
 
