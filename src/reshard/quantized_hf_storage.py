@@ -90,6 +90,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     @default_step
     def _process_read_request(self, f: Any, req: ReadItem, planner: LoadPlanner) -> None:
+        if self._stored is None:
+            # A subclass that makes the metadata itself has not looked for what is quantised.
+            self._open_manifest()
         if req.storage_index.fqn not in self._quantized:
             super()._process_read_request(f, req, planner)
             return

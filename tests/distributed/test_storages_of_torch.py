@@ -419,6 +419,22 @@ def test_results_of_another_kind_of_storage_are_not_committed(tmp_path: Path) ->
     assert not (tmp_path / "all.pt").exists()
 
 
+class OwnNotes(Shared):
+    """Returns notes of its own instead of torch's results."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        return super().write_data(plan, planner).then(lambda done: [{"items": len(done.value())}])
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self.notes = results
+
+
+def test_a_storage_gets_back_what_it_returned_also_if_that_is_no_result(tmp_path: Path) -> None:
+    writer = OwnNotes(str(tmp_path))
+    reshard.save({"w": WEIGHTS, "n": 5}, storage_writer=writer)
+    assert writer.notes == [[{"items": 2}]]
+
+
 # Values
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -15,3 +17,16 @@ needs_hugging_face_shards = pytest.mark.skipif(
     find_spec("torch.distributed.checkpoint._consolidate_hf_safetensors") is None,
     reason=f"torch {torch.__version__} writes no shards of safetensors files",
 )
+
+
+def forget_strides(properties: Iterable[Any]) -> None:
+    """Take out what torch since 2.15 notes of a tensor, and our plans and checkpoints do not."""
+    for each in properties:
+        if hasattr(each, "strides"):
+            each.strides = None
+
+
+def properties_in(metadata: Any) -> list[Any]:
+    """Those of all tensors in metadata."""
+    entries = metadata.state_dict_metadata.values()
+    return [entry.properties for entry in entries if hasattr(entry, "properties")]

@@ -18,6 +18,7 @@ from reshard.background.handover import pack, unpack
 from reshard.tensors import dcp_types
 from reshard.tensors.dcp_modules import dumps, originals, torch_class, torch_module
 from reshard.tensors.flatten import flatten_state_dict
+from support.torch_version import forget_strides, properties_in
 
 STATE = {"w": torch.ones(2, 3), "n": 5, "d": {"x": torch.zeros(4, dtype=torch.bfloat16)}}
 
@@ -34,6 +35,7 @@ def test_a_save_plan_goes_to_torch_and_back() -> None:
     assert type(theirs) is dcp.SavePlan
     assert {type(item) for item in theirs.items} == {dcp.planner.WriteItem}
     [expected], _ = planned(dcp)
+    forget_strides(item.tensor_data.properties for item in expected.items if item.tensor_data)
     assert theirs.items == expected.items
     assert list(dcp_types.to_save_plan(theirs, b"mark").items) == list(plan.items)
     assert dcp_types.to_save_plan(theirs, b"mark").fingerprint == b"mark"
@@ -44,6 +46,7 @@ def test_metadata_goes_to_torch_and_back() -> None:
     metadata.storage_meta = ours_metadata.StorageMeta("here", "a save")
     theirs = dcp_types.to_torch_metadata(metadata)
     _, expected = planned(dcp)
+    forget_strides(properties_in(expected))
     assert theirs.state_dict_metadata == expected.state_dict_metadata
     assert theirs.planner_data == expected.planner_data
     assert theirs.storage_meta == dcp.metadata.StorageMeta("here", "a save")

@@ -373,3 +373,29 @@ def test_lists_are_bounded_all_together_not_each() -> None:
     with pytest.raises(ValueError, match="lists of 160040 elements for 1 names"):
         check_paths(PathMap({long: parts}))
     check_paths(PathMap({f"a.{n}": ("a", n) for n in range(100_000)}))
+
+
+# Dicts of classes of their own
+
+
+class Watching(dict[str, Any]):
+    """Remembers what was put into it."""
+
+    def __init__(self, **content: Any) -> None:
+        super().__init__(content)
+        self.put: list[str] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.put.append(key)
+        super().__setitem__(key, value)
+
+
+@pytest.mark.parametrize("others", [{}, {"model": torch.nn.Linear(1, 1)}], ids=["", "stateful"])
+def test_loaded_values_are_put_into_the_dict_and_stateful_ones_stay(
+    others: dict[str, Any], tmp_path: Path
+) -> None:
+    state = {"nested": {"t": T, "numbers": [1, 2]}, "step": 3}
+    watching = Watching(nested={"t": torch.zeros(3), "numbers": []}, step=0, **others)
+    reshard.load(watching, checkpoint_id=saved({**state, **others}, tmp_path), no_dist=True)
+    assert plain({key: watching[key] for key in state}) == plain(state)
+    assert {*watching.put} == {*state}

@@ -53,6 +53,7 @@ COUNTERPARTS = [
     "optimizer",
     "planner",
     "planner_helpers",
+    "protocol",
     "quantized_hf_storage",
     "resharding",
     "staging",

@@ -217,6 +217,21 @@ def test_a_reader_with_a_way_of_its_own_can_leave_the_rest_to_this_one(model: Pa
     assert target["norm.weight"].any()
 
 
+def test_a_reader_that_makes_the_metadata_itself_finds_what_is_quantised(model: Path) -> None:
+    class Own(reshard.QuantizedHuggingFaceStorageReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return reshard.HuggingFaceStorageReader(model).read_metadata()
+
+        def _process_read_request(self, f: Any, req: Any, planner: Any) -> None:
+            super()._process_read_request(f, req, planner)
+
+    target = {"small.weight": torch.zeros(5, 7)}
+    reshard.load(target, storage_reader=Own(model), no_dist=True)
+    assert same_bits(
+        target["small.weight"], torch_reads(model, "small.weight", [0, 0], [5, 7], torch.float32)
+    )
+
+
 def odd_models() -> dict[str, dict[str, torch.Tensor]]:
     eight = torch.ones(4, 4).to(torch.float8_e4m3fn)
     groups = torch.zeros(2, 3, 16, dtype=torch.uint8)

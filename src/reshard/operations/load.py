@@ -384,6 +384,10 @@ class Load:
         if self.template is not self.states:
             restore_rank_values(self.states, self.template, self._rank_values)
         if self.states is self.original:
+            if type(self.original) is not dict and isinstance(self.original, dict):
+                # All is in its place, but a class of dicts may watch what is put into it.
+                for key, value in list(self.original.items()):
+                    self.original[key] = value
             return
         if self._blank_state is not None:
             self._put_back(self._blank_state)
