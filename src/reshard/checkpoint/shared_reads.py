@@ -66,7 +66,7 @@ class SharedRead:
         m, found = self._stored, hashlib.blake2b(digest_size=16)
         found.update("\0".join(m.files).encode())
         for column in (m.chunk_files, m.chunk_begins, m.chunk_sizes, m.chunk_digests):
-            found.update(np.ascontiguousarray(column))
+            found.update(column.tobytes())
         found.update(self._files.verify.value.encode())
         return found.digest()
 
@@ -75,13 +75,12 @@ class SharedRead:
         rows = np.array([self._row_of[id(request)] for request in self._wants], dtype=np.int64)
         width = self._width
         offsets = pad_rows([request.offsets for request in self._wants], width, 0)
-        return Wants(
-            rows, offsets, pad_rows([request.lengths for request in self._wants], width, 1)
-        )
+        lengths = pad_rows([request.lengths for request in self._wants], width, 1)
+        return Wants(rows, offsets, lengths)
 
     @property
     def _width(self) -> int:
-        return max(1, self._stored.chunk_sizes.shape[1])
+        return max(1, int(self._stored.chunk_sizes.shape[1]))
 
     def chunks(self) -> StoredChunks:
         """The chunks of the checkpoint, for whoever decides which rank reads what."""
@@ -166,20 +165,16 @@ class SharedRead:
             shared.part_lengths,
         )
         sources: dict[int, Request] = {}
+        mine = np.flatnonzero(shared.part_ranks == rank)
+        for block, want in zip(
+            shared.part_blocks[mine].tolist(), shared.part_wants[mine].tolist(), strict=True
+        ):
+            sources[block] = self._wants[want]
         shares: dict[int, list[Share]] = {}
         for block, reader, want, offsets, lengths in zip(
             *(column.tolist() for column in columns), strict=True
         ):
-            if reader == rank:
-                sources.setdefault(block, self._wants[want])
-            shares.setdefault(block, []).append(Share(reader, want, offsets, lengths))
-        blocks = []
-        for block, parts in shares.items():
-            source = sources[block]
-            dims = len(source.chunk_shape)
-            cut = [
-                Share(s.rank, s.want, tuple(s.offsets[:dims]), tuple(s.lengths[:dims]))
-                for s in parts
-            ]
-            blocks.append(Block(source, cut))
-        return blocks
+            dims = len(sources[block].chunk_shape)
+            share = Share(reader, want, tuple(offsets[:dims]), tuple(lengths[:dims]))
+            shares.setdefault(block, []).append(share)
+        return [Block(sources[block], parts) for block, parts in shares.items()]

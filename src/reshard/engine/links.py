@@ -1,8 +1,8 @@
 """Tensors over a connection to another rank.
 
 A message is a few regions of stored chunks, each for one want of the receiver: a table of what
-comes, then the elements of one region after the other, without gaps. Bytes go from memory to memory:
-they are copied only where the tensor at either end is not contiguous or has another dtype.
+comes, then the elements of one region after the other, without gaps. Bytes go from memory to
+memory: they are copied only where the tensor at either end is not contiguous or has another dtype.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import add, sub
 from typing import NamedTuple
 
 import torch
@@ -167,8 +168,10 @@ class _Job:
         self.end_sending()
 
     def join(self) -> None:
-        for each in (*self._outboxes.values(), *self._inboxes):
-            each.join()
+        for outbox in self._outboxes.values():
+            outbox.join()
+        for inbox in self._inboxes:
+            inbox.join()
 
     def read(self, batch: Sequence[Block]) -> None:
         try:
@@ -360,17 +363,11 @@ def _region(block: Block, verify: Verify) -> tuple[Extents, Extents]:
     shape = block.source.chunk_shape
     if verify is Verify.FULL or block.source.suspect:
         return (0,) * len(shape), shape
-    begins = [min(column) for column in zip(*(s.offsets for s in block.shares), strict=True)]
-    ends = [
-        max(map(int.__add__, *columns))
-        for columns in zip(
-            zip(*(s.offsets for s in block.shares), strict=True),
-            zip(*(s.lengths for s in block.shares), strict=True),
-            strict=True,
-        )
-    ]
-    lengths = (end - begin for begin, end in zip(begins, ends, strict=True))
-    return tuple(begins), tuple(lengths)
+    begins, ends = block.shares[0].offsets, (0,) * len(shape)
+    for share in block.shares:
+        begins = tuple(map(min, begins, share.offsets))
+        ends = tuple(map(max, ends, map(add, share.offsets, share.lengths)))
+    return begins, tuple(map(sub, ends, begins))
 
 
 def _span(block: Block, verify: Verify) -> tuple[int, int]:
@@ -386,12 +383,8 @@ def _meet(share: Share, offsets: Extents, lengths: Extents) -> tuple[Extents, Ex
     if share.offsets == offsets and share.lengths == lengths:
         return offsets, lengths
     begins = tuple(map(max, share.offsets, offsets))
-    ends = map(
-        min,
-        map(sum, zip(share.offsets, share.lengths, strict=True)),
-        map(sum, zip(offsets, lengths, strict=True)),
-    )
-    extents = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    ends = map(min, map(add, share.offsets, share.lengths), map(add, offsets, lengths))
+    extents = tuple(map(sub, ends, begins))
     return (begins, extents) if all(extent > 0 for extent in extents) else None
 
 

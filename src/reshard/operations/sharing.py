@@ -57,9 +57,8 @@ def agree(messages: Sequence[str]) -> Sequence[str]:
     agree_on_checkpoint(opened)
     answer = ""
     if all(machines):
-        answer = (
-            _ONE_MACHINE if len({*machines}) == 1 and "?" not in machines else _SEVERAL_MACHINES
-        )
+        is_one = len({*machines}) == 1 and "?" not in machines
+        answer = _ONE_MACHINE if is_one else _SEVERAL_MACHINES
     elif any(machines):
         logger.info("each rank reads for itself: not all ranks want to share what they read")
     return [answer] * len(messages)

@@ -8,6 +8,7 @@ store, and each rank keeps a connection to each other rank of its group at most.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -126,10 +127,8 @@ def _share_in_group(
     nbytes = lengths.prod(axis=1) * chunks.itemsizes[wanted.rows[of]]
     # What a rank reads by itself counts, too.
     own_bytes = np.zeros(len(wants), np.int64)
-    rows = wanted.rows[own_of]
-    np.add.at(
-        own_bytes, wanted.ranks[own_of] - first_rank, (own_ends - own_firsts) * row_bytes[rows]
-    )
+    alone_bytes = (own_ends - own_firsts) * row_bytes[wanted.rows[own_of]]
+    np.add.at(own_bytes, wanted.ranks[own_of] - first_rank, alone_bytes)
     weights = (blocks.ends - blocks.firsts) * row_bytes[blocks.rows]
     readers = _choose_readers(block, wanted.ranks[of] - first_rank, weights, own_bytes) + first_rank
     reader = readers[block]
@@ -237,7 +236,7 @@ def _segments(wanted: _Wanted, start: int, stop: int) -> Iterable[tuple[int, int
     """Row ranges of one chunk, as large as they are wanted by the same wants."""
     firsts, ends = wanted.firsts[start:stop], wanted.ends[start:stop]
     bounds = np.unique(np.concatenate([firsts, ends])).tolist()
-    for first, end in zip(bounds, bounds[1:], strict=False):
+    for first, end in itertools.pairwise(bounds):
         of = np.flatnonzero((firsts <= first) & (ends >= end))
         if len(of):
             yield first, end, of + start
