@@ -252,15 +252,20 @@ class DyingReader(CountingReader):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def even(value: float) -> dict[str, Any]:
+    """A tensor for each of four ranks to read."""
+    return {f"w{i}": torch.full((1 << 18,), value) for i in range(4)}
+
+
 def load_and_die(place: Path) -> tuple[str, float]:
     began = time.monotonic()
     with pytest.raises(CheckpointException) as caught:
-        reshard.load(model(0.0), storage_reader=DyingReader(place), replicated_reads="share")
+        reshard.load(even(0.0), storage_reader=DyingReader(place), replicated_reads="share")
     return str(caught.value), time.monotonic() - began
 
 
 def test_a_rank_that_is_killed_ends_the_load_of_the_others(tmp_path: Path) -> None:
-    reshard.save(model(), checkpoint_id=tmp_path)
+    reshard.save(even(1.0), checkpoint_id=tmp_path)
     first, killed, *others = run_ranks(4, load_and_die, tmp_path, dying=[1])
     assert killed == DEAD
     for text, seconds in (first, *others):
