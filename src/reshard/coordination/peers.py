@@ -163,6 +163,6 @@ def _make_watchful(link: socket.socket, idle_seconds: float) -> None:
         option: Any = getattr(socket, name, None)
         if option is not None:
             link.setsockopt(socket.IPPROTO_TCP, option, value)
-    limit = struct.pack("ll", int(idle_seconds), 0)
+    limit = struct.pack("ll", int(idle_seconds), int(idle_seconds % 1 * 1e6))
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
