@@ -9,7 +9,7 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from reshard.checkpoint.directory import (
 from reshard.checkpoint.open_save import OpenSave
 from reshard.checkpoint.reads import ReadOptions, read_items, read_values, refuse_pickles
 from reshard.checkpoint.shard_files import ShardFiles
+from reshard.checkpoint.shared_reads import SharedRead
 from reshard.checkpoint.stored_metadata import can_be_read_back, refer_to
 from reshard.checkpoint.stream_items import (  # noqa: F401 - DCP users import them from here
     DEFAULT_SUFFIX,
@@ -411,6 +412,9 @@ class FileSystemReader(StorageReader):
         self.is_coordinator = False
         self.load_id = str(uuid.uuid4())
         self.bytes_read = 0
+        """How much was wanted, in all loads so far."""
+        self.bytes_from_store = 0
+        """How much of shard files was read for that."""
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -493,12 +497,17 @@ class FileSystemReader(StorageReader):
         with self._open_files() as files:
             return read_values(names, files, self.storage_data)
 
-    def _open_files(self) -> contextlib.closing[ShardFiles]:
+    @contextlib.contextmanager
+    def _open_files(self) -> Iterator[ShardFiles]:
         store, manifest = self.open_store(), self.storage_data.manifest
         if not manifest.is_ours and (file := store.as_file()) is not None:
             store, _ = file
         files = ShardFiles(store, manifest, self.verify, self.extension_registry, self.allow_pickle)
-        return contextlib.closing(files)
+        with contextlib.closing(files):
+            try:
+                yield files
+            finally:
+                self.bytes_from_store += files.bytes_read
 
     @default_step
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -510,15 +519,26 @@ class FileSystemReader(StorageReader):
 
     @default_step
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        verify_views = self.verify_views
-        if verify_views is None or not self.storage_data.manifest.is_ours:
-            verify_views = Verify.FULL if self.verify is Verify.FULL else Verify.OFF
-        options = ReadOptions(self._threads(), self.allow_pickle, self.is_coordinator, verify_views)
+        options = self._read_options()
         with self._open_files() as files:
             self.bytes_read += read_items(plan.items, planner, files, self.storage_data, options)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    @contextlib.contextmanager
+    def open_shared_read(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[SharedRead]:
+        """What `read_data` reads, for ranks that read it together."""
+        with self._open_files() as files:
+            read = SharedRead(plan.items, planner, files, self.storage_data, self._read_options())
+            yield read
+            self.bytes_read += read.nbytes
+
+    def _read_options(self) -> ReadOptions:
+        verify_views = self.verify_views
+        if verify_views is None or not self.storage_data.manifest.is_ours:
+            verify_views = Verify.FULL if self.verify is Verify.FULL else Verify.OFF
+        return ReadOptions(self._threads(), self.allow_pickle, self.is_coordinator, verify_views)
 
 
 def _is_local(fs: FileSystemBase) -> bool:

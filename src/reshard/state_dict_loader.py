@@ -18,6 +18,7 @@ from reshard.operations.load import LoadReport, LoadSettings, load_now
 from reshard.operations.ranks import Ranks
 from reshard.operations.read import read_all_keys, read_keys, read_region
 from reshard.operations.renaming import Rename
+from reshard.operations.sharing import ReplicatedReads
 from reshard.operations.targets import LoadSource, open_reader
 from reshard.operations.user_calls import _api_bc_check
 from reshard.planner import LoadPlanner
@@ -44,6 +45,7 @@ def load(
     allow_pickle: bool = False,
     assign: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    replicated_reads: ReplicatedReads = "auto",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into `state_dict`, in place, whatever mesh it was saved on.
@@ -79,6 +81,12 @@ def load(
     objects, and tensors keep `requires_grad`. Modules, and others whose `load_state_dict` takes
     `assign`, are given their state with `assign=True`; other `Stateful` values are filled in
     place. Chunks that are viewed are checked only if `verify` is given.
+
+    Ranks that want the same bytes can read them once and send them to each other:
+    `replicated_reads="share"`; with `"direct"` each rank reads for itself. `"auto"` shares
+    where reads are dear: on stores that are not local. It takes connections between the ranks,
+    a storage and a planner that read as the default ones do, and the same choice on all
+    ranks; otherwise each rank reads for itself. `LoadReport` says how much came from where.
     """
     began = time.perf_counter()
     report = load_now(
@@ -93,6 +101,7 @@ def load(
             verify=verify,
             allow_pickle=allow_pickle or None,
             assign=assign,
+            replicated_reads=replicated_reads,
         ),
     )
     report.seconds = time.perf_counter() - began

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -44,6 +44,10 @@ class ReadOptions:
     verify_views: Verify = Verify.OFF
 
 
+_Values: TypeAlias = list[tuple[ReadItem, int]]
+"""Values to read: each with its row in the manifest."""
+
+
 def read_items(
     items: Sequence[ReadItem],
     planner: Any,
@@ -53,17 +57,25 @@ def read_items(
 ) -> int:
     """Read the items of a plan; the number of bytes that were wanted."""
     traits = load_traits(planner)
-    if not files.manifest.is_ours:
-        files.look_into(read_columns(items).rows_in(files.manifest.table))
-    if getattr(planner, "blanks", None):
-        views, left = view_items(read_columns(items), planner.blanks, files, options.verify_views)
-        planner.fill_blanks(views)
-        items = ReadItems(left)
+    items = make_views(items, planner, files, options)
     if not traits.fills_by_itself:
         # One after the other, in this thread: a custom planner may make the memory of a tensor
         # when it is its turn, and need not be thread-safe.
         return sum(_read([item], planner, traits, files, storage, options) for item in items)
     return _read(items, planner, traits, files, storage, options)
+
+
+def make_views(
+    items: Sequence[ReadItem], planner: Any, files: ShardFiles, options: ReadOptions
+) -> Sequence[ReadItem]:
+    """Make the tensors that can be views of files; the items that are left to read."""
+    if not files.manifest.is_ours:
+        files.look_into(read_columns(items).rows_in(files.manifest.table))
+    if not getattr(planner, "blanks", None):
+        return items
+    views, left = view_items(read_columns(items), planner.blanks, files, options.verify_views)
+    planner.fill_blanks(views)
+    return ReadItems(left)
 
 
 def _read(
@@ -74,20 +86,21 @@ def _read(
     storage: StorageMap,
     options: ReadOptions,
 ) -> int:
-    requests, values = _collect(items, planner, traits, files, storage)
+    found = collect(items, planner, traits, files, storage)
+    requests = found.requests
     wanted_bytes = sum(request.nbytes for request in requests)
     where = files.store.location
     threads = (options.thread_count or default_threads()) if traits.fills_by_itself else 1
     # A custom planner is asked for one item after the other, each of them a load of its own.
     shows_progress = options.shows_progress and traits.fills_by_itself
-    with _naming_absence(where), files.fetching(requests, [row for _, row in values]):
+    with naming_absence(where), files.fetching(requests, [row for _, row in found.values]):
         with watched(f"loading {where}", wanted_bytes, shows_progress) as progress:
             read_regions(files.readers, requests, files.verify, threads, where, progress.advance)
-        wanted_bytes += _load_values(values, planner, traits, files, options)
+        wanted_bytes += load_values(found.values, planner, traits, files, options)
     return wanted_bytes
 
 
-def _load_values(
+def load_values(
     values: _Values, planner: Any, traits: LoadTraits, files: ShardFiles, options: ReadOptions
 ) -> int:
     """Hand values to the planner; the number of their bytes."""
@@ -104,7 +117,7 @@ def _load_values(
 
 
 @contextmanager
-def _naming_absence(where: str) -> Iterator[None]:
+def naming_absence(where: str) -> Iterator[None]:
     """A remote file is opened when it is read, and is found to be gone only then."""
     try:
         yield
@@ -139,20 +152,25 @@ def refuse_pickles(items: Sequence[ReadItem], files: ShardFiles, storage: Storag
             decode_stored(name, read_values([name], files, storage)[name], allow_pickle=False)
 
 
-_Values: TypeAlias = list[tuple[ReadItem, int]]
-"""Values to read: each with its row in the manifest."""
+class Found(NamedTuple):
+    """What to read for the items of a plan: regions, each with the row of its chunk; and values."""
+
+    requests: list[Request]
+    rows: list[int]
+    values: _Values
 
 
-def _collect(
+def collect(
     items: Sequence[ReadItem],
     planner: Any,
     traits: LoadTraits,
     files: ShardFiles,
     storage: StorageMap,
-) -> tuple[list[Request], _Values]:
-    """What to read for each item; all files that are needed are checked afterwards."""
+    opens_files: bool = True,
+) -> Found:
+    """What to read for each item; all files that are needed are checked, if they are opened."""
     with paused_collection():
-        found = _Collector(planner, files, storage, traits.fills_in_place)
+        found = _Collector(planner, files, storage, traits.fills_in_place, opens_files)
         columns = untouched_reads(items)
         if columns is not None and traits.fills_by_itself:
             found.add_rows(columns, planner.state_dict)
@@ -161,7 +179,7 @@ def _collect(
                 found.add(item)
         if traits.is_default:
             count_changes({request.into for request in found.requests}, planner)
-    return found.requests, found.values
+    return Found(found.requests, found.rows, found.values)
 
 
 def count_changes(names: Collection[str], planner: Any) -> None:
@@ -175,21 +193,29 @@ def count_changes(names: Collection[str], planner: Any) -> None:
 
 class _Collector:
     def __init__(
-        self, planner: LoadPlanner, files: ShardFiles, storage: StorageMap, in_place: bool
+        self,
+        planner: LoadPlanner,
+        files: ShardFiles,
+        storage: StorageMap,
+        in_place: bool,
+        opens_files: bool,
     ) -> None:
         self.requests: list[Request] = []
+        self.rows: list[int] = []
         self.values: _Values = []
         self._planner = planner
         self._files = files
         self._storage = storage
         self._manifest = files.manifest
         self._in_place = in_place
+        self._file = files.open if opens_files else files.key_of
+        self._chunk = files.open_chunk if opens_files else files.place_of
 
     def add(self, item: ReadItem) -> None:
         name, m = item.storage_index.fqn, self._manifest
         if item.type is LoadItemType.BYTE_IO:
             row = self._storage.value_rows[name]
-            self._files.open(int(m.value_files[row]))
+            self._file(int(m.value_files[row]))
             self.values.append((item, row))
             return
         row = self._storage.chunk_row(item.storage_index)
@@ -203,7 +229,8 @@ class _Collector:
                 f"{item.dest_index.fqn!r}, to be filled with {tuple(item.lengths)}"
             )
         check_allocated(item.dest_index.fqn, tensor)
-        file, begin = self._files.open_chunk(row)
+        file, begin = self._chunk(row)
+        self.rows.append(row)
         self.requests.append(
             Request(
                 name=name,
@@ -269,11 +296,12 @@ class _Collector:
                 continue
             check_allocated(names[dest], target)
             if file not in paths:
-                paths[file] = self._files.open(file), self._files.is_suspect(file)
+                paths[file] = self._file(file), self._files.is_suspect(file)
             path, is_suspect = paths[file]
             if encoded is not None and encoded[row]:
-                path, begin = self._files.open_chunk(row)
+                path, begin = self._chunk(row)
             shape = tuple(sizes[:dims])
+            self.rows.append(row)
             self.requests.append(
                 Request(
                     names[stored],

@@ -65,9 +65,7 @@ class ShardFiles:
 
     def open(self, file_id: int) -> str:
         """Make sure, once, that a file is the one that was written; from then on it can be read."""
-        path = self.manifest.files[file_id]
-        origin = self.manifest.origin_of(file_id)
-        key = path if origin is None else f"{origin.location}/{path}"
+        key = self.key_of(file_id)
         if key not in self.readers:
             self._ids[key] = file_id
             self.readers[key] = self._files.reader(key)
@@ -76,6 +74,12 @@ class ShardFiles:
         if key in self._unchecked and self.store.remote is None:
             self._check(key)
         return key
+
+    def key_of(self, file_id: int) -> str:
+        """What a file is called among the readers, once it is opened."""
+        path = self.manifest.files[file_id]
+        origin = self.manifest.origin_of(file_id)
+        return path if origin is None else f"{origin.location}/{path}"
 
     def check(self, file_id: int) -> None:
         """Compare the header of a file with its checksum, which `open` of a remote one does not."""
@@ -185,11 +189,19 @@ class ShardFiles:
             )
             yield row, self.open(file), chunk
 
-    def open_chunk(self, row: int) -> tuple[str, int]:
-        """A file to read a chunk from, and where it begins in there.
+    def place_of(self, row: int) -> tuple[str, int]:
+        """A file to read a chunk from, and where it begins in there; it need not be open.
 
         An encoded chunk is a file of its own, with the decoded content.
         """
+        m = self.manifest
+        path, begin = self.key_of(int(m.chunk_files[row])), int(m.chunk_begins[row])
+        if m.chunk_codecs is None or not m.chunk_codecs[row]:
+            return path, begin
+        return _content_path(path, begin), 0
+
+    def open_chunk(self, row: int) -> tuple[str, int]:
+        """The same, with the file opened."""
         self.look_into(np.array([row]))
         m = self.manifest
         path, begin = self.open(int(m.chunk_files[row])), int(m.chunk_begins[row])
@@ -342,6 +354,11 @@ class ShardFiles:
             return stored
         extensions = self._extensions(m.codec_names[codec - 1])
         return decode_value(stored, extensions, f"{name!r} in {where}")
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes were taken from the store so far."""
+        return self._files.bytes_read
 
     @contextlib.contextmanager
     def fetching(

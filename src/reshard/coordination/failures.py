@@ -31,6 +31,8 @@ _PHASES = {
     "write": "while writing",
     "save": "while writing",
     "commit": "while committing",
+    "share": "while planning",
+    "connect": "while connecting to each other",
     "read": "while reading",
     "give back": "while giving states back",
 }

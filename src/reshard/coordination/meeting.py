@@ -106,6 +106,12 @@ def check_meeting(channel: Channel) -> None:
         _address_of(channel.origin)
 
 
+def rendezvous_host(channel: Channel) -> str | None:
+    """The machine that serves the rendezvous store of a job, as the ranks name it."""
+    store = _without_prefix(getattr(channel, "origin", None))
+    return str(store.host) if isinstance(store, TCPStore) else None
+
+
 def _name_meeting(messages: Sequence[str]) -> list[str]:
     # A store may outlive the ranks, and then sees the same numbers again after a restart.
     name = f"reshard-workers/{_process_token()}/{uuid.uuid4().hex}"

@@ -44,6 +44,8 @@ class OpenFiles:
         self._open: OrderedDict[str, _OpenFile] = OrderedDict()
         self.ahead: Ahead | None = None
         """What was read before it was needed, if anything."""
+        self.bytes_read = 0
+        """What was read of all files so far."""
 
     def reader(self, path: str) -> Reader:
         """A reader of a file that is opened, perhaps again, when something is read."""
@@ -64,6 +66,10 @@ class OpenFiles:
         finally:
             with self._lock:
                 file.users -= 1
+
+    def count(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
 
     def _make_room(self) -> None:
         idle = [path for path, file in self._open.items() if not file.users]
@@ -100,17 +106,19 @@ class _LazyReader:
             return
         with self._files.lend(self._path) as reader:
             reader.read_into(offset, buffers)
+        self._files.count(sum(map(len, buffers)))
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
         """Bytes of the file, in the memory that they came in if there is such a thing."""
         with self._files.lend(self._path) as reader:
             fetch = getattr(reader, "fetch", None)
-            if fetch is not None:
-                found: memoryview = fetch(offset, nbytes)
-                return found
-            data = memoryview(bytearray(nbytes))
-            reader.read_into(offset, [data])
-            return data
+            if fetch is None:
+                data = memoryview(bytearray(nbytes))
+                reader.read_into(offset, [data])
+            else:
+                data = fetch(offset, nbytes)
+        self._files.count(nbytes)
+        return data
 
     def close(self) -> None:
         """Nothing to release: the files belong to `OpenFiles`."""

@@ -109,12 +109,17 @@ def read_regions(
     return sum(request.nbytes for request in requests)
 
 
+def fill_region(reader: Reader, request: Request, bounce: BounceBuffer) -> None:
+    """Carry out one request, without verifying anything."""
+    _Filler(reader, request, bounce).fill(None)
+
+
 def _tasks(
     requests: Sequence[Request], verify: Verify
 ) -> tuple[list[list[Request]], list[Request]]:
     """Batches that can be read at the same time, and requests that can not."""
     direct, other = [], []
-    apart, shared = _split_by_sharing(requests)
+    apart, shared = split_by_memory(requests)
     for request in apart:
         # Of many that are wanted in part, each has to be looked at by itself to be verified.
         is_part = (verify is Verify.FULL or request.suspect) and not request.whole
@@ -137,7 +142,7 @@ def wanted_ranges(request: Request, verify: Verify) -> npt.NDArray[np.int64]:
     return request.begin + _Filler(None, request, None).ranges(request.offsets, request.lengths)
 
 
-def _split_by_sharing(requests: Sequence[Request]) -> tuple[Sequence[Request], list[Request]]:
+def split_by_memory(requests: Sequence[Request]) -> tuple[Sequence[Request], list[Request]]:
     """Requests that have their memory to themselves, and those that share it with another name.
 
     What is read into one memory under two names must not be read at the same time.

@@ -11,7 +11,8 @@ import numpy as np
 
 from reshard.api import CheckpointException, MissingKeyError, PlanError, _note_on_error
 from reshard.background.queue import save_queue
-from reshard.coordination.agreement import agree_on_checkpoint, announce_load
+from reshard.checkpoint.shared_reads import SharedRead
+from reshard.coordination.agreement import announce_load
 from reshard.coordination.channel import Channel, checking_arguments, failing_together
 from reshard.coordination.exchange import TextExchange
 from reshard.default_planner import DefaultLoadPlanner
@@ -23,6 +24,13 @@ from reshard.metadata import Metadata
 from reshard.operations.adapters import adapt_for_load
 from reshard.operations.ranks import Ranks
 from reshard.operations.renaming import Rename, renamed
+from reshard.operations.sharing import (
+    REPLICATED_READS,
+    agree,
+    announce,
+    read_together,
+    wants_to_share,
+)
 from reshard.operations.targets import LoadSource, comparable_place
 from reshard.operations.user_calls import (
     overridden,
@@ -54,6 +62,9 @@ class LoadReport:
     `excluded` are those that the caller did not want. `verified` is the number of tensors
     that all ranks together hold as they were saved, by their fingerprints. `requests` is how many
     were made to a remote store.
+
+    `nbytes` is what this rank wanted; `bytes_read` what it took from the shard files in the
+    store, for itself and for other ranks; `bytes_received` what other ranks read for it.
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -64,6 +75,8 @@ class LoadReport:
     seconds: float = 0.0
     verified: int = 0
     requests: int = 0
+    bytes_read: int = 0
+    bytes_received: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,7 @@ class LoadSettings:
     verify: str | None = None
     allow_pickle: bool | None = None
     assign: bool = False
+    replicated_reads: str = "auto"
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -110,6 +124,10 @@ class LoadSettings:
             )
         if not (self.rename is None or callable(self.rename) or isinstance(self.rename, Mapping)):
             raise TypeError(f"rename is a dict of prefixes or a function, not {self.rename!r}")
+        if self.replicated_reads not in REPLICATED_READS:
+            raise ValueError(
+                f"replicated_reads is 'auto', 'direct' or 'share', not {self.replicated_reads!r}"
+            )
         if self.patterns and not load_traits(planner).is_default:
             raise ValueError(
                 f"exclude needs a planner that derives from DefaultLoadPlanner, not "
@@ -188,14 +206,19 @@ class Load:
     def run(self) -> LoadReport:
         # States are asked for, and given back, only when no rank can fail for another reason:
         # both may communicate, and would wait for the rank that failed.
-        self.channel.exchange(TextExchange("open"), self._open, agree_on_checkpoint)
+        sharing = self.channel.exchange(TextExchange("open"), self._open, agree)
         with self._quiet:
             planned = self.channel.exchange(
                 LoadPlanExchange(), self._plan_locally, self._plan_globally
             )
             self.report.unexpected = self._name_unexpected(planned.unexpected)
             plan = self._plan if planned.plan is None else planned.plan
-            self.channel.do_together("read", lambda: self._read(plan))
+            if sharing:
+                read_together(
+                    self.channel, sharing, lambda: self._open_shared_read(plan), self._note_shared
+                )
+            else:
+                self.channel.do_together("read", lambda: self._read(plan))
             if self._manifest is not None:
                 self._verify(self._manifest)
         self.channel.do_together("give back", self._give_back)
@@ -210,7 +233,10 @@ class Load:
         asked = (self.settings.verify, getattr(self.reader, "verify", None))
         if Verify.FINGERPRINT in asked or Verify.FINGERPRINT.value in asked:
             self._manifest = manifest_with_fingerprints(self.metadata, place)
-        return announce_load(self.metadata.storage_meta if self._is_common else None)
+        opened = announce_load(self.metadata.storage_meta if self._is_common else None)
+        mode = self.settings.replicated_reads
+        shares = self._is_common and wants_to_share(mode, self.reader, self.planner, self.channel)
+        return announce(shares, opened)
 
     def _read_metadata(self) -> tuple[Metadata, bool]:
         """The metadata, and whether it is common to all ranks or that of this rank only."""
@@ -361,10 +387,36 @@ class Load:
         final = self._final_plan = self.planner.finish_plan(plan)
         if self.settings.assign and not views_files(self.reader):
             self.planner.fill_blanks({})  # type: ignore[attr-defined]
-        before = getattr(self.reader, "bytes_read", 0)
-        self.reader.read_data(final, self.planner).wait()
-        self.report.nbytes = getattr(self.reader, "bytes_read", 0) - before
+        with self._counted():
+            self.reader.read_data(final, self.planner).wait()
+        self._planner_hooks.finish_load()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Note what a storage of ours reads meanwhile."""
+        before = self._count()
+        yield
+        self.report.nbytes, self.report.bytes_read = (
+            now - then for now, then in zip(self._count(), before, strict=True)
+        )
         self.report.requests = getattr(self.reader, "requests_made", 0) - self._requests_before
+
+    def _count(self) -> tuple[int, int]:
+        reader = self.reader
+        return getattr(reader, "bytes_read", 0), getattr(reader, "bytes_from_store", 0)
+
+    @contextlib.contextmanager
+    def _open_shared_read(self, plan: LoadPlan) -> Iterator[SharedRead]:
+        final = self._final_plan = self.planner.finish_plan(plan)
+        with (
+            self._logged("read_data"),
+            self._counted(),
+            self.reader.open_shared_read(final, self.planner) as read,  # type: ignore[attr-defined]
+        ):
+            yield read
+
+    def _note_shared(self, read: SharedRead) -> None:
+        self.report.bytes_received = read.bytes_received
         self._planner_hooks.finish_load()
 
     # Verify

@@ -101,3 +101,12 @@ def reads_item_by_item(reader: object) -> bool:
 def views_files(reader: object) -> bool:
     """Whether a storage finds or makes the memory of blanks itself."""
     return _has_default(reader, "read_data")
+
+
+def can_share_reads(reader: object, planner: object) -> bool:
+    """Whether ranks can read for each other: no code of users sees what is read."""
+    return (
+        views_files(reader)
+        and hasattr(reader, "open_shared_read")
+        and load_traits(planner).fills_by_itself
+    )
