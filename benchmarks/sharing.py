@@ -68,8 +68,8 @@ class _SlowFile:
 class SlowStore(LocalStore):
     throttle: Throttle
 
-    def open_reader(self, key: str) -> Any:
-        return _SlowFile(super().open_reader(key), self.throttle)
+    def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> Any:
+        return _SlowFile(super().open_reader(key, ahead, nbytes), self.throttle)
 
 
 class SlowReader(reshard.FileSystemReader):

@@ -19,6 +19,7 @@ import reshard
 from reshard.api import CheckpointException, CorruptCheckpointError
 from reshard.coordination import peers
 from reshard.stores.local import LocalStore
+from reshard.stores.protocol import Remote
 from support.ranks import DEAD, run_ranks
 
 
@@ -29,8 +30,8 @@ class CountingStore(LocalStore):
         super().__init__(path)
         self._for = reader
 
-    def open_reader(self, key: str) -> Any:
-        opened = super().open_reader(key)
+    def open_reader(self, key: str, ahead: int = 0, nbytes: int | None = None) -> Any:
+        opened = super().open_reader(key, ahead, nbytes)
         if key.startswith(".metadata"):
             return opened
         return _Counted(opened, self._for)
@@ -302,20 +303,22 @@ def test_ranks_that_cannot_share_read_for_themselves(tmp_path: Path, load: Any) 
 class RemoteReader(CountingReader):
     def open_store(self) -> LocalStore:
         store = super().open_store()
-        store.remote = "a bucket"  # type: ignore[attr-defined]
+        store.remote = Remote(piece_bytes=1 << 20, gap_bytes=1 << 16, concurrency=3)  # type: ignore[assignment]
         return store
 
 
-def load_by_default(place: Path) -> list[int]:
-    received = []
-    for kind in (CountingReader, RemoteReader):
-        report = reshard.load(model(0.0), storage_reader=kind(place))
-        received.append(report.bytes_received)
-    return received
+def load_by_default(place: Path, kind: type[CountingReader]) -> tuple[int, int, list[str]]:
+    state, reader = model(0.0), kind(place)
+    report = reshard.load(state, storage_reader=reader)
+    assert report.bytes_read == reader.counted
+    return report.bytes_received, report.bytes_read, differing(state, model())
 
 
 def test_reads_are_shared_by_default_where_they_are_dear(tmp_path: Path) -> None:
     reshard.save(model(), checkpoint_id=tmp_path)
-    results = run_ranks(2, load_by_default, tmp_path)
-    assert [local for local, _ in results] == [0, 0]
-    assert all(remote for _, remote in results)
+    here = run_ranks(2, load_by_default, tmp_path, CountingReader)
+    assert [received for received, *_ in here] == [0, 0]
+    remote = run_ranks(2, load_by_default, tmp_path, RemoteReader)
+    assert all(received for received, *_ in remote)
+    assert [wrong for *_, wrong in remote] == [[], []]
+    assert sum(read for _, read, _ in remote) <= 1.005 * stored_bytes(tmp_path)

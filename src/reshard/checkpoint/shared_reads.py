@@ -12,12 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.reads import ReadOptions, collect, load_values, make_views
+from reshard.checkpoint.reads import (
+    ReadOptions,
+    collect,
+    load_values,
+    make_views,
+    naming_absence,
+)
 from reshard.checkpoint.shard_files import ShardFiles
 from reshard.checkpoint.to_metadata import StorageMap
 from reshard.engine.progress import watched
 from reshard.engine.reading import Request, Verify, read_regions, split_by_memory
-from reshard.engine.sharing import Block, Share, SharedTask, narrowed, read_and_share
+from reshard.engine.sharing import (
+    Block,
+    Share,
+    SharedTask,
+    block_of,
+    narrowed,
+    read_and_share,
+)
 from reshard.engine.workers import default_threads
 from reshard.planner import ReadItem
 from reshard.planning.columns import DTYPE_ITEMSIZES, pad_rows, widen
@@ -107,25 +120,42 @@ class SharedRead:
         Raises `PeerLost` if the connection to another rank breaks.
         """
         blocks, own = self._blocks(rank, shared), self._own(shared)
-        self._open([*(block.source for block in blocks), *own, *self._left])
+        self._open([*own, *self._left])
         incoming = dict(zip(shared.senders.tolist(), shared.sender_bytes.tolist(), strict=True))
-        where, verify, threads = self._files.store.location, self._files.verify, self._threads
-        with watched(f"loading {where}", self.nbytes, self._options.shows_progress) as progress:
-            task = SharedTask(rank, self._wants, blocks, own, incoming)
-            readers = self._files.readers
-            read_and_share(readers, task, links, verify, threads, where, progress.advance)
-            read_regions(readers, self._left, verify, 1, where, progress.advance)
+        files, where, threads = self._files, self._files.store.location, self._threads
+        values = [row for _, row in self._values]
+        task = SharedTask(rank, self._wants, blocks, own, incoming)
+        with (
+            naming_absence(where),
+            watched(f"loading {where}", self.nbytes, self._options.shows_progress) as progress,
+        ):
+            read_and_share(
+                files.readers,
+                task,
+                links,
+                files.verify,
+                threads,
+                where,
+                files.fetching,
+                progress.advance,
+            )
+            with files.fetching(self._left, values):
+                read_regions(files.readers, self._left, files.verify, 1, where, progress.advance)
+                self._load_values()
         self.bytes_received = sum(incoming.values())
-        self._load_values()
 
     def read_directly(self) -> None:
         """Read everything that this rank wants."""
         self._open(self._requests)
-        where, verify = self._files.store.location, self._files.verify
-        with watched(f"loading {where}", self.nbytes, self._options.shows_progress) as progress:
-            readers = self._files.readers
-            read_regions(readers, self._requests, verify, self._threads, where, progress.advance)
-        self._load_values()
+        files, where, threads = self._files, self._files.store.location, self._threads
+        requests, values = self._requests, [row for _, row in self._values]
+        with (
+            naming_absence(where),
+            files.fetching(requests, values),
+            watched(f"loading {where}", self.nbytes, self._options.shows_progress) as progress,
+        ):
+            read_regions(files.readers, requests, files.verify, threads, where, progress.advance)
+            self._load_values()
 
     def _load_values(self) -> None:
         self.nbytes += load_values(
@@ -177,4 +207,6 @@ class SharedRead:
             dims = len(sources[block].chunk_shape)
             share = Share(reader, want, tuple(offsets[:dims]), tuple(lengths[:dims]))
             shares.setdefault(block, []).append(share)
-        return [Block(sources[block], parts) for block, parts in shares.items()]
+        self._open([*sources.values()])
+        verify = self._files.verify
+        return [block_of(sources[block], parts, verify) for block, parts in shares.items()]

@@ -12,6 +12,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import add, sub
 from typing import NamedTuple
 
@@ -52,10 +53,25 @@ class Share(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What this rank reads of a chunk. `source` is any want of its own in the same chunk."""
+    """What this rank reads of a chunk, and for whom. The target of the request is not used."""
 
-    source: Request
+    request: Request
     shares: Sequence[Share]
+
+
+def block_of(source: Request, shares: Sequence[Share], verify: Verify) -> Block:
+    """What is to be read for `shares`. `source` is any want of this rank in the same chunk.
+
+    That is all of the chunk to verify it, or else what holds all that is wanted.
+    """
+    shape = source.chunk_shape
+    begins, ends = shares[0].offsets, (0,) * len(shape)
+    for share in shares:
+        begins = tuple(map(min, begins, share.offsets))
+        ends = tuple(map(max, ends, map(add, share.offsets, share.lengths)))
+    if verify is Verify.FULL or source.suspect:
+        begins, ends = (0,) * len(shape), shape
+    return Block(_part_of(source, begins, tuple(map(sub, ends, begins)), source.target), shares)
 
 
 class SharedTask(NamedTuple):
@@ -77,20 +93,23 @@ def read_and_share(
     verify: Verify,
     threads: int,
     where: str,
+    fetching: Callable[[Sequence[Request]], AbstractContextManager[None]],
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Read and send what is to be read here, and receive the rest.
 
-    `links` are connections to all ranks that take part, which are of no use afterwards. Raises
-    `PeerLost` if one of them breaks.
+    `links` are connections to all ranks that take part, which are of no use afterwards. Within
+    `fetching`, requests are read that it was given. Raises `PeerLost` if a link breaks.
     """
     increment_version([request.target for request in task.wants])
     job = _Job(readers, task, links, verify, where, advance)
     job.start()
     try:
-        run_all(job.read, _batches(task.blocks, verify), threads)
+        with fetching([block.request for block in task.blocks]):
+            run_all(job.read, _batches(task.blocks), threads)
         job.end_sending()
-        read_regions(readers, task.own, verify, threads, where, job.advance)
+        with fetching(task.own):
+            read_regions(readers, task.own, verify, threads, where, job.advance)
     except Exception as error:  # noqa: BLE001 - the first of several is raised below
         job.fail(error)
     except BaseException as interrupt:
@@ -180,20 +199,23 @@ class _Job:
                 self._read_one(batch[0])
             else:
                 self._read_neighbours(batch)
+            for block in batch:
+                if block.request.done is not None:
+                    block.request.done()
         except BaseException as error:
             # Other threads may be waiting for memory that nobody sends any more.
             self.fail(error)
             raise
 
     def _read_one(self, block: Block) -> None:
-        source = block.source
-        hasher = Digester() if self._is_verified(block) else None
-        for offsets, lengths in pieces(*_region(block, self._verify), source.dtype.itemsize):
+        source = block.request
+        hasher = Digester() if self._is_verified(source) else None
+        for offsets, lengths in pieces(source.offsets, source.lengths, source.dtype.itemsize):
             self.check()
             landing, give_back = self._landing(block, offsets, lengths)
-            request = _piece_of(source, offsets, lengths, landing)
+            piece = _part_of(source, offsets, lengths, landing)
             try:
-                fill_region(self._readers[source.file], request, self._bounce())
+                fill_region(self._readers[source.file], piece, self._bounce())
             except CutShortError as error:
                 raise too_short(source.name, self._in(source), error) from error
             if hasher is not None:
@@ -205,29 +227,33 @@ class _Job:
 
     def _read_neighbours(self, batch: Sequence[Block]) -> None:
         """Small blocks that lie near each other, by one call."""
-        spans = [_span(block, self._verify) for block in batch]
+        spans = [_span(block.request) for block in batch]
         begin, end = spans[0][0], spans[-1][1]
         memory = self._pool.take()
         try:
-            reader = self._readers[batch[0].source.file]
+            reader = self._readers[batch[0].request.file]
             reader.read_into(begin, [byte_view(memory[: end - begin])])
         except CutShortError as error:
-            lost = next(b for b, span in zip(batch, spans, strict=True) if span[1] > error.end)
-            raise too_short(lost.source.name, self._in(lost.source), error) from error
+            ends = (
+                block.request
+                for block, span in zip(batch, spans, strict=True)
+                if span[1] > error.end
+            )
+            lost = next(ends, batch[-1].request)
+            raise too_short(lost.name, self._in(lost), error) from error
         filled = []
         for block, (first, last) in zip(batch, spans, strict=True):
-            source, content = block.source, memory[first - begin : last - begin]
-            if self._is_verified(block):
+            source, content = block.request, memory[first - begin : last - begin]
+            if self._is_verified(source):
                 found, where = digest(byte_view(content)), self._in(source)
                 compare(found, source.digest, source.name, where, source.suspect)
-            offsets, lengths = _region(block, self._verify)
-            filled.append((block, offsets, _as_elements(content, source.dtype).view(lengths)))
+            elements = _as_elements(content, source.dtype).view(source.lengths)
+            filled.append((block, source.offsets, elements))
         self._hand_out(filled, lambda: self._pool.give(memory))
 
-    def _is_verified(self, block: Block) -> bool:
-        is_whole = _region(block, self._verify)[1] == block.source.chunk_shape
+    def _is_verified(self, request: Request) -> bool:
         asked = self._verify in (Verify.CHUNKS, Verify.FULL)
-        return is_whole and (asked or block.source.suspect)
+        return request.whole and (asked or request.suspect)
 
     def _landing(
         self, block: Block, offsets: Extents, lengths: Extents
@@ -242,7 +268,7 @@ class _Job:
                 if target.dtype is dtype and is_direct(target):
                     return target, lambda: None
         memory = self._pool.take()
-        dtype = block.source.dtype
+        dtype = block.request.dtype
         used = memory[: math.prod(lengths) * dtype.itemsize]
         return used.view(dtype).view(lengths), lambda: self._pool.give(memory)
 
@@ -358,24 +384,11 @@ def pieces(
         yield from pieces(some, shape, itemsize, most_bytes)
 
 
-def _region(block: Block, verify: Verify) -> tuple[Extents, Extents]:
-    """What to read of a chunk: all of it to verify it, or else what holds all that is wanted."""
-    shape = block.source.chunk_shape
-    if verify is Verify.FULL or block.source.suspect:
-        return (0,) * len(shape), shape
-    begins, ends = block.shares[0].offsets, (0,) * len(shape)
-    for share in block.shares:
-        begins = tuple(map(min, begins, share.offsets))
-        ends = tuple(map(max, ends, map(add, share.offsets, share.lengths)))
-    return begins, tuple(map(sub, ends, begins))
-
-
-def _span(block: Block, verify: Verify) -> tuple[int, int]:
-    """From where to where in its file a block lies that is one run."""
-    offsets, lengths = _region(block, verify)
-    source, itemsize = block.source, block.source.dtype.itemsize
-    begin = source.begin + ravel(source.chunk_shape, offsets) * itemsize
-    return begin, begin + math.prod(lengths) * itemsize
+def _span(request: Request) -> tuple[int, int]:
+    """From where to where in its file a request lies that is one run."""
+    itemsize = request.dtype.itemsize
+    begin = request.begin + ravel(request.chunk_shape, request.offsets) * itemsize
+    return begin, begin + request.nbytes
 
 
 def _meet(share: Share, offsets: Extents, lengths: Extents) -> tuple[Extents, Extents] | None:
@@ -388,7 +401,7 @@ def _meet(share: Share, offsets: Extents, lengths: Extents) -> tuple[Extents, Ex
     return (begins, extents) if all(extent > 0 for extent in extents) else None
 
 
-def _piece_of(source: Request, offsets: Extents, lengths: Extents, target: torch.Tensor) -> Request:
+def _part_of(source: Request, offsets: Extents, lengths: Extents, target: torch.Tensor) -> Request:
     return Request(
         source.name,
         source.file,
@@ -400,6 +413,7 @@ def _piece_of(source: Request, offsets: Extents, lengths: Extents, target: torch
         lengths,
         target,
         source.into,
+        suspect=source.suspect,
     )
 
 
@@ -408,9 +422,7 @@ def narrowed(request: Request, dim: int, first: int, count: int) -> Request:
     begin = first - request.offsets[dim]
     offsets = (*request.offsets[:dim], first, *request.offsets[dim + 1 :])
     lengths = (*request.lengths[:dim], count, *request.lengths[dim + 1 :])
-    part = _piece_of(request, offsets, lengths, request.target.narrow(dim, begin, count))
-    part.suspect = request.suspect
-    return part
+    return _part_of(request, offsets, lengths, request.target.narrow(dim, begin, count))
 
 
 def _as_elements(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -420,16 +432,14 @@ def _as_elements(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return content.view(dtype)
 
 
-def _batches(blocks: Sequence[Block], verify: Verify) -> list[list[Block]]:
+def _batches(blocks: Sequence[Block]) -> list[list[Block]]:
     """Blocks in the order in which they lie in their files; small neighbours together."""
-    keyed = sorted(
-        ((block.source.file, *_span(block, verify), n) for n, block in enumerate(blocks))
-    )
+    keyed = sorted((b.request.file, *_span(b.request), n) for n, b in enumerate(blocks))
     batches: list[list[Block]] = []
     here, start, reached, may_grow = "", 0, 0, False
     for file, begin, end, number in keyed:
         block = blocks[number]
-        is_run = is_one_run(block.source.chunk_shape, _region(block, verify)[1])
+        is_run = is_one_run(block.request.chunk_shape, block.request.lengths)
         is_small = end - begin <= _SMALL_BYTES and is_run
         is_near = file == here and 0 <= begin - reached <= _WIDEST_GAP_BYTES
         fits = end - start <= PIECE_BYTES and bool(batches) and len(batches[-1]) < _BATCH_BLOCKS

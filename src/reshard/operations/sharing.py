@@ -43,7 +43,7 @@ def wants_to_share(mode: str, reader: Any, planner: Any, channel: Channel) -> bo
                 type(planner).__name__,
             )
         return False
-    return mode == "share" or getattr(reader.open_store(), "remote", None) is not None
+    return mode == "share" or reader.open_store().remote is not None
 
 
 def announce(shares: bool, opened: str) -> str:
