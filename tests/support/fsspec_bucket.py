@@ -115,5 +115,5 @@ class Object(AbstractBufferedFile):
         self.fs.uploads.discard(id(self))
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        self.fs.call("range")
+        self.fs.call(f"range of {end - start}")
         return self.fs.objects[self.path][start:end]
