@@ -344,3 +344,22 @@ def test_options_come_from_the_environment(
     put(store, "a", b"content")
 
     assert s3.names() == ["a"]
+
+
+@pytest.mark.parametrize("nbytes", [50, 1000, 2000])
+def test_an_answer_that_breaks_off_is_not_completed_by_another_object(
+    nbytes: int, s3: Place, s3_proxy: FaultyProxy
+) -> None:
+    obstore.put(s3.store(), f"{s3.prefix}/a", b"1" * 1000)
+    seen: list[Request] = []
+
+    def script(request: Request) -> Fault | None:
+        if not seen:
+            seen.append(request)
+            return Fault("truncated")
+        # Whoever asks for the rest finds another object.
+        obstore.put(s3.store(), f"{s3.prefix}/a", b"2" * nbytes)
+        return None
+
+    s3_proxy.script = script
+    assert get(through(s3, s3_proxy), "a") == b"2" * nbytes
