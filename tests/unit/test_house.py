@@ -20,6 +20,8 @@ DOORS_OF_DCP = {module.name for module in pkgutil.iter_modules(dcp.__path__)}
 OUR_DOORS = {"__init__", "checkpoints", "object_storage", "patching", "rank_values"}
 DOORS_OF_NEWER_DCP = {"fsspec_filesystem", "protocol"}
 """Of torch 2.15."""
+DOORS_OF_NEWER_DCP |= {"_consolidate_hf_safetensors", "_pg_transport", "quantized_hf_storage"}
+"""Those that torch 2.8 has not."""
 SHIMS = {
     "_dedup_save_plans",
     "_dedup_tensors",
