@@ -10,7 +10,7 @@ TORCH ?=
 TORCH_VENV := .venv-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests test-all test-torch test-projects bench bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-sharing bench-before-after clean
+.PHONY: help setup demo test lint types layers tests test-all test-torch test-projects bench bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-object bench-sharing bench-before-after clean
 
 help:  ## Explain every target
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -69,7 +69,7 @@ $(PROJECTS_VENV)/.installed: pyproject.toml constraints.txt
 	$(PROJECTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test,projects]'
 	@touch $@
 
-bench: bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-sharing  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
+bench: bench-planning bench-save-load bench-async bench-references bench-fingerprints bench-mmap bench-codecs bench-export bench-dcp bench-object bench-sharing  ## All benchmarks, beside DCP: tables, JSON and plots under docs/benchmarks/
 
 bench-planning: setup  ## Planning at 1024 ranks beside DCP: a table, and JSON under docs/benchmarks/
 	@$(BIN)/python -W ignore benchmarks/planning.py
@@ -94,6 +94,9 @@ bench-codecs: setup  ## What compress="zstd" saves and costs, on a model that is
 
 bench-export: setup  ## Exporting a checkpoint to safetensors files, beside copying its files
 	@$(BIN)/python -W ignore benchmarks/export.py
+
+bench-object: setup  ## Saves to and loads from an object store, beside plain obstore and DCP over s3fs
+	@$(BIN)/python -W ignore benchmarks/object_store.py
 
 bench-dcp: setup  ## Reading what torch.distributed.checkpoint wrote, beside it doing the same
 	@$(BIN)/python -W ignore benchmarks/reading_dcp.py
