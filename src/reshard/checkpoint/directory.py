@@ -202,7 +202,7 @@ def read_one_manifest(store: Store, key: str, limit_bytes: int = MANIFEST_LIMIT_
 def is_committed(store: Store, save_id: str) -> bool:
     """Whether the manifest in `store` is that of a save, in whatever format it was written."""
     try:
-        reader = store.open_reader(MANIFEST)
+        reader = store.open_reader(MANIFEST, _AHEAD_BYTES)
     except FileNotFoundError:
         return False
     try:
@@ -226,7 +226,7 @@ def _last_bytes(reader: Reader) -> bytes:
 
 def requirements(store: Store) -> set[str]:
     """What the checkpoint in `store` requires of its readers, by a look at its header only."""
-    reader = store.open_reader(MANIFEST)
+    reader = store.open_reader(MANIFEST, _AHEAD_BYTES)
     try:
         return read_requirements(reader, f"{MANIFEST} of {store.location}")
     finally:
@@ -239,7 +239,7 @@ def has_foreign_manifest(store: Store) -> bool:
     What a save wrote in DCP's format is not: its id is in the names of the files beside it.
     """
     try:
-        reader = store.open_reader(MANIFEST)
+        reader = store.open_reader(MANIFEST, _AHEAD_BYTES)
     except FileNotFoundError:
         return False
     try:

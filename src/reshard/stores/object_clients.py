@@ -83,8 +83,10 @@ class Clients:
         if given is None:
             self._patient = self._make(config, self.retry_seconds)
             self._brisk = self._make(config, min(_FIRST_SECONDS, self.retry_seconds))
+            # An upload that fails is aborted by obstore, for which there is as much time again.
+            self._uploading = self._make(config, self.retry_seconds / 2)
         else:
-            self._patient = self._brisk = given
+            self._patient = self._brisk = self._uploading = given
         self._identity = (self.root, str(config.get("endpoint") or _endpoint()))
         self._lock = threading.Lock()
         self.requests = 0
@@ -237,7 +239,7 @@ class Clients:
 
     def start_upload(self, path: str, part_bytes: int) -> Any:
         return self._api.open_writer(
-            self._patient, path, buffer_size=part_bytes, max_concurrency=self.concurrency
+            self._uploading, path, buffer_size=part_bytes, max_concurrency=self.concurrency
         )
 
     def count(self, requests: int) -> None:
