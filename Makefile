@@ -95,7 +95,8 @@ bench-codecs: setup  ## What compress="zstd" saves and costs, on a model that is
 bench-export: setup  ## Exporting a checkpoint to safetensors files, beside copying its files
 	@$(BIN)/python -W ignore benchmarks/export.py
 
-bench-object: setup  ## Saves to and loads from an object store, beside plain obstore and DCP over s3fs
+bench-object: setup  ## Saves to and loads from an object store, beside plain obstore and DCP over others' storages
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench-object]'
 	@$(BIN)/python -W ignore benchmarks/object_store.py
 
 bench-dcp: setup  ## Reading what torch.distributed.checkpoint wrote, beside it doing the same

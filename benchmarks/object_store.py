@@ -1,4 +1,4 @@
-"""Saves to an object store and loads from it, beside plain obstore and DCP over fsspec.
+"""Saves to an object store and loads from it, beside plain obstore and DCP over others' storages.
 
 `make bench-object` starts SeaweedFS with its data in memory, prints a table and writes
 docs/benchmarks/object_store.json. All take turns in the same two processes, on the same bytes,
@@ -25,6 +25,9 @@ from harness import JOBS, options, record, run_ranks, timed
 from obstore.store import S3Store
 from rich.console import Console
 from rich.table import Table
+from s3torchconnector import S3ClientConfig
+from s3torchconnector._s3client import S3Client
+from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 from save_load import leaves, make_state
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.tensor import Shard
@@ -62,6 +65,20 @@ def fsspec_options() -> dict[str, Any]:
     return {"key": key, "secret": secret, "client_kwargs": {"endpoint_url": endpoint}}
 
 
+def connector(kind: Any, path: str) -> Any:
+    """A storage of s3torchconnector, told where the server is."""
+    settings = storage_options()
+    os.environ["AWS_ACCESS_KEY_ID"] = settings["access_key_id"]
+    os.environ["AWS_SECRET_ACCESS_KEY"] = settings["secret_access_key"]
+    storage, region = kind("us-east-1", path), "us-east-1"
+    storage.fs._client = S3Client(
+        region=region,
+        endpoint=settings["endpoint"],
+        s3client_config=S3ClientConfig(force_path_style=True),
+    )
+    return storage
+
+
 def put(store: Any, name: str, data: memoryview) -> None:
     """All bytes of a rank as one object, in parts."""
     obstore.put(
@@ -93,6 +110,7 @@ def measure(mesh: Any, box: Path, megabytes: int) -> dict[str, Any]:
     view = memoryview(flat.numpy()).cast("B")  # type: ignore[arg-type]
     store = plain_store()
     ours, theirs = f"s3://{BUCKET}/ours", f"s3://{BUCKET}/theirs"
+    connected = f"s3://{BUCKET}/connected"
 
     def save_with_dcp() -> None:
         writer = FsspecWriter(theirs, sync_files=False, overwrite=True, **fsspec_options())
@@ -102,12 +120,18 @@ def measure(mesh: Any, box: Path, megabytes: int) -> dict[str, Any]:
         "obstore": lambda: put(store, f"plain/{rank}", view),
         "reshard": lambda: reshard.save(state, checkpoint_id=ours, storage_options=settings),
         "DCP over s3fs": save_with_dcp,
+        "DCP over s3torchconnector": lambda: dcp.save(
+            state, storage_writer=connector(S3StorageWriter, connected)
+        ),
     }
     loads: dict[str, Callable[[], Any]] = {
         "obstore": lambda: get(store, f"plain/{rank}", view),
         "reshard": lambda: reshard.load(state, checkpoint_id=ours, storage_options=settings),
         "DCP over s3fs": lambda: dcp.load(
             state, storage_reader=FsspecReader(theirs, **fsspec_options())
+        ),
+        "DCP over s3torchconnector": lambda: dcp.load(
+            state, storage_reader=connector(S3StorageReader, connected)
         ),
     }
     results: dict[str, Any] = {"bytes": nbytes, "seconds": {}}
@@ -167,7 +191,8 @@ def verdict(holds: bool) -> str:
 
 def show(found: dict[str, Any]) -> None:
     table = Table(title=f"{found['bytes'] / 1e9:.1f} GB on SeaweedFS, 2 ranks")
-    for column in ("what", "obstore", "reshard", "DCP over s3fs", "of obstore", "times DCP", ""):
+    systems = [*found["seconds"]["save"]]
+    for column in ("what", *systems, "of obstore", "times s3fs", ""):
         table.add_column(column, justify="left" if column == "what" else "right")
     for what, seconds in found["seconds"].items():
         of_raw = seconds["obstore"] / seconds["reshard"]
@@ -175,7 +200,7 @@ def show(found: dict[str, Any]) -> None:
         holds = of_raw >= BARS["of obstore"] and times >= BARS["times DCP"]
         table.add_row(
             what,
-            *(f"{seconds[name]:.2f} s" for name in ("obstore", "reshard", "DCP over s3fs")),
+            *(f"{seconds[name]:.2f} s" for name in systems),
             f"{of_raw:.2f}",
             f"{times:.1f}",
             verdict(holds),
