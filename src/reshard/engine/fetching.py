@@ -16,11 +16,13 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from reshard.engine.reading import Request, Verify, wanted_ranges
+from reshard.engine.reading import WIDEST_GAP_BYTES, Request, Verify, wanted_ranges
 from reshard.stores.protocol import Reader, Remote
 
 _BUDGET_BYTES = 256 << 20
 """How much may be in memory that was asked for and not used yet."""
+_LAST_SECONDS = 0.1
+"""How long a load that fails waits for each of its threads."""
 
 
 Wanted: TypeAlias = tuple[Request | None, str, npt.NDArray[np.int64]]
@@ -106,12 +108,13 @@ class Prefetch:
             thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            # A request that is under way may take minutes, and nobody wants its answer any more.
+            thread.join(None if kind is None else _LAST_SECONDS)
 
     def _work(self) -> None:
         while (piece := self._next()) is not None:
@@ -214,12 +217,14 @@ def _cut(wanted: Sequence[Wanted], remote: Remote) -> dict[str, list[_Piece]]:
     by_path: dict[str, list[npt.NDArray[np.int64]]] = {}
     for _, path, ranges in wanted:
         by_path.setdefault(path, []).append(ranges)
+    # Whoever reads reads such gaps, too.
+    gap = max(remote.gap_bytes, WIDEST_GAP_BYTES)
     pieces: dict[str, list[_Piece]] = {}
     for path, arrays in by_path.items():
         ranges = np.concatenate(arrays)
         ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
         ends = np.maximum.accumulate(ranges[:, 1])
-        is_first = np.concatenate([[True], ranges[1:, 0] - ends[:-1] > remote.gap_bytes])
+        is_first = np.concatenate([[True], ranges[1:, 0] - ends[:-1] > gap])
         starts = np.flatnonzero(is_first)
         lasts = np.concatenate([starts[1:] - 1, [len(ranges) - 1]])
         spans = zip(ranges[starts, 0].tolist(), ends[lasts].tolist(), strict=True)

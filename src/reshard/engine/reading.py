@@ -40,7 +40,8 @@ _SCATTERED_ROWS = 500
 _SMALL_BYTES = 256 << 10
 _BATCH_BYTES = 8 << 20
 _BATCH_ITEMS = 500
-_WIDEST_GAP_BYTES = 64 << 10
+WIDEST_GAP_BYTES = 64 << 10
+"""What lies between two contents is read along with them if it is no more than this."""
 
 
 class Verify(Enum):
@@ -247,7 +248,7 @@ def _batches(requests: list[Request]) -> list[list[Request]]:
     end, file, size = 0, None, 0
     for its_file, begin, request in keyed:
         fits = size + request.nbytes <= _BATCH_BYTES and batches and len(batches[-1]) < _BATCH_ITEMS
-        if its_file != file or not 0 <= begin - end <= _WIDEST_GAP_BYTES or not fits:
+        if its_file != file or not 0 <= begin - end <= WIDEST_GAP_BYTES or not fits:
             batches.append([])
             size = 0
         batches[-1].append(request)
@@ -292,7 +293,7 @@ class _Job:
         for request in batch:
             position = _position(request)
             if position > end:
-                gap = self._bounce().take(_WIDEST_GAP_BYTES)
+                gap = self._bounce().take(WIDEST_GAP_BYTES)
                 views.append(byte_view(gap)[: position - end])
             views.append(byte_view(request.target))
             end = position + request.nbytes
@@ -425,7 +426,7 @@ class _Filler:
     def _reads_rows(self, row_bytes: int, dim: int, lengths: tuple[int, ...]) -> bool:
         """Whether reading rows whole is cheaper than leaving out what is not wanted."""
         wanted_bytes = math.prod(lengths[dim + 1 :]) * self._itemsize
-        return row_bytes <= _BOUNCE_BYTES and row_bytes - wanted_bytes <= _WIDEST_GAP_BYTES
+        return row_bytes <= _BOUNCE_BYTES and row_bytes - wanted_bytes <= WIDEST_GAP_BYTES
 
     def _first_row(self, dim: int, offsets: tuple[int, ...]) -> int:
         first = (*offsets[: dim + 1], *(0,) * (len(self._shape) - dim - 1))
