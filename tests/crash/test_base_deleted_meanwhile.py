@@ -70,7 +70,7 @@ def save_on(system: Any, folder: Path, base: Path | None, **options: Any) -> str
 
 def delete_on(system: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     with monkeypatch.context() as patch:
-        patch.setattr(upkeep, "LocalStore", lambda place: LocalStore(place, system))
+        patch.setattr(upkeep, "open_place", lambda place, _: LocalStore(place, system))
         return outcome(lambda: reshard.delete(folder))
 
 
