@@ -492,22 +492,22 @@ def fail_beside_talking(folder: str, step: str) -> tuple[str, list[int], bool]:
 
 
 @pytest.mark.parametrize(
-    ("step", "raised_there"),
+    ("step", "raised_here", "raised_there"),
     [
-        ("read_metadata", "CheckpointException"),
-        ("read_data", "CheckpointException"),
-        ("unseen", "CheckpointException"),
+        ("read_metadata", "CheckpointException", "CheckpointException"),
+        ("read_data", "CheckpointException", "CheckpointException"),
+        ("unseen", "CheckpointExistsError", "CheckpointExistsError"),
         # As soon as a rank knows by itself, it says so by itself.
-        ("reset", "OSError"),
-        ("checkpoint_id", "RuntimeError"),
+        ("reset", "CheckpointException", "OSError"),
+        ("checkpoint_id", "CheckpointException", "RuntimeError"),
     ],
 )
 def test_a_rank_that_fails_leaves_nobody_waiting_in_a_collective(
-    step: str, raised_there: str, tmp_path: Path
+    step: str, raised_here: str, raised_there: str, tmp_path: Path
 ) -> None:
     here, there = run_ranks(2, fail_beside_talking, str(tmp_path), step, seconds=30)
 
-    assert here == ("CheckpointException", [1], True)
+    assert here == (raised_here, [1], True)
     assert (there[0], there[2]) == (raised_there, True)
 
 
