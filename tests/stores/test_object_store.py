@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from typing import Any
 import obstore
 import pytest
 
-from reshard.stores import objects
+import reshard
+from reshard.stores import object_clients, objects
 from reshard.stores.objects import ObjectStore
 from reshard.stores.protocol import VersionConflict
 from support.faulty_proxy import FAILURES, Fault, FaultyProxy, Kind, Request, seeded
@@ -247,6 +249,37 @@ def test_what_will_never_work_is_an_error_soon_that_says_what_to_do_and_no_secre
     for text in (*causes, repr(store), str(store), repr(store._clients), caplog.text):
         assert SECRET_KEY not in text
         assert ACCESS_KEY not in text
+
+
+def test_a_server_that_takes_connections_and_never_answers_is_given_up_soon(
+    s3: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, later = object_clients._SILENT_SECONDS
+    assert first < SOON_SECONDS
+    monkeypatch.setattr(object_clients, "_SILENT_SECONDS", (first / 8, later))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {**s3.options, "endpoint": endpoint, "retry_seconds": 0.1}
+        began = time.monotonic()
+        with pytest.raises(reshard.CheckpointException, match="nothing answers at"):
+            reshard.load({}, checkpoint_id=s3.url, storage_options=options)
+
+    # It was asked, and waited for, once.
+    assert time.monotonic() - began < 2 * first / 8
+
+
+def test_a_server_that_falls_silent_is_waited_for_as_long_as_the_limit_says(
+    s3: Place, s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_clients, "_SILENT_SECONDS", (0.5, 0.5))
+    store = through(s3, s3_proxy, retry_seconds=0.5)
+    store.create()
+    s3_proxy.script = lambda request: Fault("silent", 2 * SOON_SECONDS)
+    began = time.monotonic()
+    with pytest.raises(OSError, match="did not list this"):
+        store.list()
+
+    assert time.monotonic() - began < SOON_SECONDS
 
 
 def test_an_object_that_is_missing_is_asked_for_once(s3: Place, s3_proxy: FaultyProxy) -> None:

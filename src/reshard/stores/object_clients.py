@@ -28,6 +28,8 @@ _RETRY_SECONDS = 120.0
 _FIRST_SECONDS = 2.5
 """How long an endpoint that never answered is tried."""
 _REQUEST_SECONDS = 60.0
+_SILENT_SECONDS = (4.0, 10.0)
+"""How long a server may send nothing: one that never answered, and, at least, any other."""
 _CONCURRENCY = 8
 _BACKOFF_SECONDS = (0.1, 5.0)
 _OWN_OPTIONS = ("store", "retry_seconds", "concurrency")
@@ -81,8 +83,10 @@ class Clients:
         given = options.get("store")
         config = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
         if given is None:
-            self._patient = self._make(config, self.retry_seconds)
-            self._brisk = self._make(config, min(_FIRST_SECONDS, self.retry_seconds))
+            at_first, at_least = _SILENT_SECONDS
+            silence = min(_REQUEST_SECONDS, max(at_least, self.retry_seconds))
+            self._patient = self._make(config, self.retry_seconds, silence)
+            self._brisk = self._make(config, min(_FIRST_SECONDS, self.retry_seconds), at_first)
         else:
             self._patient = self._brisk = given
         self._identity = (self.root, str(config.get("endpoint") or _endpoint()))
@@ -92,7 +96,7 @@ class Clients:
     def __repr__(self) -> str:
         return f"Clients({self.root!r})"
 
-    def _make(self, config: dict[str, Any], retry_seconds: float) -> Any:
+    def _make(self, config: dict[str, Any], retry_seconds: float, silent_seconds: float) -> Any:
         stores = importlib.import_module("obstore.store")
         scheme, _, bucket = self.root.partition("://")
         low, high = _BACKOFF_SECONDS
@@ -111,6 +115,7 @@ class Clients:
         }
         settings["client_options"] = {
             "timeout": timedelta(seconds=_REQUEST_SECONDS),
+            "read_timeout": timedelta(seconds=silent_seconds),
             # Asking a server of one's own without TLS is said by its address.
             "allow_http": str(config.get("endpoint") or _endpoint()).startswith("http://"),
             **config.get("client_options", {}),
