@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from reshard.stores.protocol import VersionConflict
-from reshard.stores.urls import scheme_of, without_secrets
+from reshard.stores.urls import object_url, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,11 @@ _SILENT_SECONDS = (4.0, 10.0)
 _CONCURRENCY = 8
 _BACKOFF_SECONDS = (0.1, 5.0)
 _OWN_OPTIONS = ("store", "retry_seconds", "concurrency")
+_ENDPOINTS = (
+    *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
+    *("azure_endpoint", "azure_storage_endpoint"),
+)
+"""The names that obstore has for one setting."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _BODY = "response body"
 """What errors of a body that broke off speak of."""
@@ -88,8 +93,9 @@ class Clients:
             self._patient = self._make(config, self.retry_seconds, silence)
             self._brisk = self._make(config, min(_FIRST_SECONDS, self.retry_seconds), at_first)
         else:
+            _check_ready(given, self.root)
             self._patient = self._brisk = given
-        self._identity = (self.root, str(config.get("endpoint") or _endpoint()))
+        self._identity = (self.root, _endpoint(getattr(given, "config", None) or config))
         self._lock = threading.Lock()
         self.requests = 0
 
@@ -117,8 +123,8 @@ class Clients:
             "timeout": timedelta(seconds=_REQUEST_SECONDS),
             "read_timeout": timedelta(seconds=silent_seconds),
             # Asking a server of one's own without TLS is said by its address.
-            "allow_http": str(config.get("endpoint") or _endpoint()).startswith("http://"),
-            **config.get("client_options", {}),
+            "allow_http": _endpoint(config).startswith("http://"),
+            **(config.get("client_options") or {}),
         }
         try:
             if scheme in ("s3", "s3a"):
@@ -139,7 +145,7 @@ class Clients:
 
     def normal_url(self, url: str) -> str:
         """A URL in the form that places are compared in, without secrets."""
-        return without_secrets(os.fspath(url)).rstrip("/")
+        return object_url(os.fspath(url))
 
     def is_for(self, url: str) -> bool:
         """Whether a URL leads to this bucket."""
@@ -403,14 +409,36 @@ class Upload:
 
 
 def _root_of(url: str) -> str:
-    scheme = scheme_of(url)
-    bucket = without_secrets(url)[len(scheme) + 3 :].partition("/")[0]
-    if not bucket:
-        raise ValueError(f"{without_secrets(url)} names no bucket: use {scheme}://bucket/name")
-    return f"{scheme}://{bucket}"
+    scheme, _, path = object_url(url).partition("://")
+    return f"{scheme}://{path.partition('/')[0]}"
 
 
-def _endpoint() -> str:
+def _check_ready(store: Any, root: str) -> None:
+    """Refuse a store that leads elsewhere than the URL says."""
+    config = getattr(store, "config", None) or {}
+    bucket = config.get("bucket") or config.get("container_name")
+    wanted = root.partition("://")[2].partition("@")[0]
+    if bucket is not None and bucket != wanted:
+        raise ValueError(
+            f"the store in storage_options is one of the bucket {bucket!r}, and the URL names "
+            f"{wanted!r}: pass a store of that bucket, or correct the URL"
+        )
+    prefix = getattr(store, "prefix", None)
+    if prefix:
+        raise ValueError(
+            f"the store in storage_options has the prefix {str(prefix)!r}: pass one without, and "
+            "say in the URL where the checkpoint is"
+        )
+
+
+def _endpoint(config: Mapping[str, Any]) -> str:
+    """The address of the server as options or the environment give it; empty if they do not."""
+    found = {
+        name.lower(): text for name, text in {**(config.get("config") or {}), **config}.items()
+    }
+    given = next((found[name] for name in _ENDPOINTS if found.get(name)), None)
+    if given is not None:
+        return str(given)
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
