@@ -14,6 +14,7 @@ from typing import Any
 
 import obstore
 import pytest
+import torch
 
 import reshard
 from reshard.stores import object_clients, objects
@@ -320,6 +321,40 @@ def test_a_server_that_is_gone_for_good_is_an_error_within_the_limit(
     # obstore itself gives an upload up, with a limit of its own for that.
     assert time.monotonic() - began < 3
     assert s3.names() == []
+
+
+def test_a_server_that_was_given_up_is_not_waited_for_as_long_again(
+    s3: Place, s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_clients, "_FIRST_SECONDS", 0.1)
+    store = through(s3, s3_proxy, retry_seconds=1.0)
+    store.create()
+    s3_proxy.go_away()
+    with pytest.raises(OSError, match="within 1 s"):
+        store.list()
+    began = time.monotonic()
+    with pytest.raises(OSError, match="nothing answers at"):
+        store.list()
+
+    assert time.monotonic() - began < 0.7
+
+
+def test_a_save_is_made_although_nothing_can_be_cleared_up_behind_it(
+    s3: Place, s3_proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(request: Request) -> Fault | None:
+        is_commit = request.method == "PUT" and request.path.endswith("/.metadata")
+        if is_commit:
+            s3_proxy.script = lambda request: Fault("403")
+        return None
+
+    s3_proxy.script = script
+    options = s3.through(s3_proxy.endpoint).options
+    reshard.save({"a": torch.ones(2)}, checkpoint_id=s3.url, storage_options=options)
+
+    assert s3_proxy.counts.faults["403"] >= 2
+    assert "a draft is left" in caplog.text
+    assert reshard.read_tensor(s3.url, "a", storage_options=s3.options).tolist() == [1, 1]
 
 
 @pytest.mark.usefixtures("small_parts")

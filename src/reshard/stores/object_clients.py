@@ -44,7 +44,7 @@ _BODY = "response body"
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 
 _answered: set[tuple[str, str]] = set()
-"""Which buckets of which endpoints have answered this process."""
+"""Which buckets of which endpoints have answered this process, and were not given up since."""
 
 
 class PermanentError(OSError):
@@ -235,7 +235,7 @@ class Clients:
                 limit = self.retry_seconds if is_known else min(_FIRST_SECONDS, self.retry_seconds)
                 wait = random.uniform(pause / 2, pause)  # noqa: S311 - no secret
                 if not self._may_pass(error) or time.monotonic() + wait > began + limit:
-                    raise self._explained(error, verb, name, is_known) from None
+                    raise self._given_up(error, verb, name, is_known) from None
                 time.sleep(wait)
                 pause = min(longest, pause * 2)
             else:
@@ -260,7 +260,14 @@ class Clients:
         try:
             return work()
         except (self._errors.BaseError, OSError) as error:
-            raise self._explained(error, verb, name, is_known=True) from None
+            raise self._given_up(error, verb, name, is_known=True) from None
+
+    def _given_up(self, error: Exception, verb: str, name: str, is_known: bool) -> Exception:
+        explained = self._explained(error, verb, name, is_known)
+        if isinstance(explained, UnreachableError):
+            # Whatever is to be cleared up does not wait as long once more.
+            _answered.discard(self._identity)
+        return explained
 
     def _explained(self, error: Exception, verb: str, name: str, is_known: bool) -> Exception:
         """The same error in words that help, and without what the server said."""

@@ -97,7 +97,11 @@ class ObjectStore:
         if self._head(draft) is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", self._name(draft))
         version = self._put_if(key, data, expected)
-        self._clients.call("delete", self._path(draft), self._name(draft))
+        try:
+            self._clients.call("delete", self._path(draft), self._name(draft))
+        except OSError as error:
+            # It is committed, whatever becomes of the draft.
+            logger.warning("a draft is left at %s: %s", self.location, error)
         return version
 
     def _put_if(self, key: str, data: bytes, expected: str | None) -> str:
