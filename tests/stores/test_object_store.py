@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from typing import Any
 
 import obstore
 import pytest
+import torch
 
-from reshard.stores import objects
+import reshard
+from reshard.stores import object_clients, objects
 from reshard.stores.objects import ObjectStore
 from reshard.stores.protocol import VersionConflict
 from support.faulty_proxy import FAILURES, Fault, FaultyProxy, Kind, Request, seeded
@@ -249,6 +252,37 @@ def test_what_will_never_work_is_an_error_soon_that_says_what_to_do_and_no_secre
         assert ACCESS_KEY not in text
 
 
+def test_a_server_that_takes_connections_and_never_answers_is_given_up_soon(
+    s3: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, later = object_clients._SILENT_SECONDS
+    assert first < SOON_SECONDS
+    monkeypatch.setattr(object_clients, "_SILENT_SECONDS", (first / 8, later))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {**s3.options, "endpoint": endpoint, "retry_seconds": 0.1}
+        began = time.monotonic()
+        with pytest.raises(reshard.CheckpointException, match="nothing answers at"):
+            reshard.load({}, checkpoint_id=s3.url, storage_options=options)
+
+    # It was asked, and waited for, once.
+    assert time.monotonic() - began < 2 * first / 8
+
+
+def test_a_server_that_falls_silent_is_waited_for_as_long_as_the_limit_says(
+    s3: Place, s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_clients, "_SILENT_SECONDS", (0.5, 0.5))
+    store = through(s3, s3_proxy, retry_seconds=0.5)
+    store.create()
+    s3_proxy.script = lambda request: Fault("silent", 2 * SOON_SECONDS)
+    began = time.monotonic()
+    with pytest.raises(OSError, match="did not list this"):
+        store.list()
+
+    assert time.monotonic() - began < SOON_SECONDS
+
+
 def test_an_object_that_is_missing_is_asked_for_once(s3: Place, s3_proxy: FaultyProxy) -> None:
     store = through(s3, s3_proxy)
     with pytest.raises(FileNotFoundError, match=r"s3://.*/missing"):
@@ -287,6 +321,40 @@ def test_a_server_that_is_gone_for_good_is_an_error_within_the_limit(
     # obstore itself gives an upload up, with a limit of its own for that.
     assert time.monotonic() - began < 3
     assert s3.names() == []
+
+
+def test_a_server_that_was_given_up_is_not_waited_for_as_long_again(
+    s3: Place, s3_proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_clients, "_FIRST_SECONDS", 0.1)
+    store = through(s3, s3_proxy, retry_seconds=1.0)
+    store.create()
+    s3_proxy.go_away()
+    with pytest.raises(OSError, match="within 1 s"):
+        store.list()
+    began = time.monotonic()
+    with pytest.raises(OSError, match="nothing answers at"):
+        store.list()
+
+    assert time.monotonic() - began < 0.7
+
+
+def test_a_save_is_made_although_nothing_can_be_cleared_up_behind_it(
+    s3: Place, s3_proxy: FaultyProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(request: Request) -> Fault | None:
+        is_commit = request.method == "PUT" and request.path.endswith("/.metadata")
+        if is_commit:
+            s3_proxy.script = lambda request: Fault("403")
+        return None
+
+    s3_proxy.script = script
+    options = s3.through(s3_proxy.endpoint).options
+    reshard.save({"a": torch.ones(2)}, checkpoint_id=s3.url, storage_options=options)
+
+    assert s3_proxy.counts.faults["403"] >= 2
+    assert "a draft is left" in caplog.text
+    assert reshard.read_tensor(s3.url, "a", storage_options=s3.options).tolist() == [1, 1]
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -149,7 +149,7 @@ def test_a_base_whose_name_no_manifest_can_hold(name: str, tmp_path: Path) -> No
     [
         ("a", "a checkpoint cannot be its own base: {base!r} is where the save goes"),
         ("link", "a checkpoint cannot be its own base: {base!r} is where the save goes"),
-        ("a/inside", "the base cannot lie within the checkpoint that refers to it: {base}"),
+        ("a/inside", "the new checkpoint cannot refer to the base: {base} lies within"),
     ],
 )
 def test_a_base_that_is_the_checkpoint_itself_or_in_it(

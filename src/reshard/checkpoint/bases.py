@@ -91,7 +91,8 @@ def base_location(store: Store, base: str | os.PathLike[str]) -> str:
         location = store.relative(base)
     except ValueError as error:
         raise BaseError(
-            f"the base cannot lie within the checkpoint that refers to it: {error}"
+            f"the new checkpoint cannot refer to the base: {error}. Pass a base that is beside the "
+            "new checkpoint, or none"
         ) from error
     if location == ".":
         raise BaseError(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -34,6 +35,8 @@ from reshard.engine.reading import Verify
 from reshard.engine.workers import run_uninterrupted
 from reshard.format.tables import Manifest
 from reshard.stores.protocol import Store, VersionConflict
+
+logger = logging.getLogger(__name__)
 
 _UNSEEN_SECONDS = 10.0
 """How long a network file system may take to show a file of another rank."""
@@ -196,7 +199,11 @@ class OpenSave:
         except FileNotFoundError as error:
             raise self.removed() from error
         self._claim, self.written = None, []
-        remove_debris(store, version, self.save_id, used, replaced)
+        try:
+            remove_debris(store, version, self.save_id, used, replaced)
+        except OSError as error:
+            # The save is committed, and the next one clears up.
+            logger.warning("%s may hold files that nobody needs: %s", store.location, error)
 
     def discard(self, is_coordinator: bool) -> None:
         """Remove the files of a save that failed, unless it was committed all the same."""

@@ -75,6 +75,8 @@ class Prefetch:
         self._changed = threading.Condition()
         self._held_bytes = 0
         self._is_closed = False
+        self._error: BaseException | None = None
+        """What went wrong first: nothing is asked for any more."""
         self._threads: list[threading.Thread] = []
 
     def _follow(self, request: Request | None, path: str, ranges: npt.NDArray[np.int64]) -> None:
@@ -122,7 +124,7 @@ class Prefetch:
 
     def _next(self) -> _Piece | None:
         with self._changed:
-            while not self._is_closed:
+            while not self._is_closed and self._error is None:
                 while self._waiting and (self._waiting[-1].taken or not self._waiting[-1].users):
                     self._waiting.pop()
                 if not self._waiting:
@@ -152,8 +154,11 @@ class Prefetch:
                     piece.data = data
                 else:
                     self._held_bytes -= piece.nbytes
-        except BaseException as error:  # noqa: BLE001 - raised by whoever needs the piece
+        except BaseException as error:  # noqa: BLE001 - raised by whoever needs a piece
             piece.error = error
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
         piece.arrived.set()
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> bool:
@@ -182,6 +187,9 @@ class Prefetch:
         """The bytes of a piece; None if they were let go of."""
         with self._changed:
             is_own = not piece.taken
+            if is_own and self._error is not None:
+                # A store that does not answer would be waited for once more.
+                raise self._error
             if is_own:
                 # Later ones fill the memory that there is: this one must not wait for it.
                 self._take(piece)

@@ -245,6 +245,10 @@ class Load:
         except CheckpointException:
             raise
         except Exception as error:
+            is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+            if isinstance(error, OSError) and not is_absent:
+                # What cannot be reached or is refused would be so again, after as long a wait.
+                raise
             if not takes_any_keyword(type(self.reader).read_metadata):
                 raise
             try:

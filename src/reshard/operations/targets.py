@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from reshard.fsspec_filesystem import FsspecReader, FsspecWriter
 from reshard.object_storage import ObjectStoreReader, ObjectStoreWriter
 from reshard.operations.user_calls import with_defaults
 from reshard.storage import StorageReader, StorageWriter
-from reshard.stores.urls import path_of, without_secrets
+from reshard.stores.places import is_object_url
+from reshard.stores.urls import object_url, path_of, without_secrets
 
 Place = str | os.PathLike[str]
 
@@ -26,6 +28,10 @@ def comparable_place(checkpoint_id: Any) -> str | None:
     if not isinstance(text, str):
         return None
     text = path_of(text)
+    if is_object_url(text):
+        # What is wrong with it is said when it is used.
+        with contextlib.suppress(ValueError):
+            return object_url(text)
     return without_secrets(text).rstrip("/") if "://" in text else os.path.realpath(text)
 
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from reshard.stores.protocol import VersionConflict
-from reshard.stores.urls import scheme_of, without_secrets
+from reshard.stores.urls import object_url, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,23 @@ _RETRY_SECONDS = 120.0
 _FIRST_SECONDS = 2.5
 """How long an endpoint that never answered is tried."""
 _REQUEST_SECONDS = 60.0
+_SILENT_SECONDS = (4.0, 10.0)
+"""How long a server may send nothing: one that never answered, and, at least, any other."""
 _CONCURRENCY = 8
 _BACKOFF_SECONDS = (0.1, 5.0)
 _OWN_OPTIONS = ("store", "retry_seconds", "concurrency")
+_ENDPOINTS = (
+    *("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
+    *("azure_endpoint", "azure_storage_endpoint"),
+)
+"""The names that obstore has for one setting."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _BODY = "response body"
 """What errors of a body that broke off speak of."""
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 
 _answered: set[tuple[str, str]] = set()
-"""Which buckets of which endpoints have answered this process."""
+"""Which buckets of which endpoints have answered this process, and were not given up since."""
 
 
 class PermanentError(OSError):
@@ -81,20 +88,23 @@ class Clients:
         given = options.get("store")
         config = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
         if given is None:
-            self._patient = self._make(config, self.retry_seconds)
-            self._brisk = self._make(config, min(_FIRST_SECONDS, self.retry_seconds))
+            at_first, at_least = _SILENT_SECONDS
+            silence = min(_REQUEST_SECONDS, max(at_least, self.retry_seconds))
+            self._patient = self._make(config, self.retry_seconds, silence)
+            self._brisk = self._make(config, min(_FIRST_SECONDS, self.retry_seconds), at_first)
             # An upload that fails is aborted by obstore, for which there is as much time again.
-            self._uploading = self._make(config, self.retry_seconds / 2)
+            self._uploading = self._make(config, self.retry_seconds / 2, silence)
         else:
+            _check_ready(given, self.root)
             self._patient = self._brisk = self._uploading = given
-        self._identity = (self.root, str(config.get("endpoint") or _endpoint()))
+        self._identity = (self.root, _endpoint(getattr(given, "config", None) or config))
         self._lock = threading.Lock()
         self.requests = 0
 
     def __repr__(self) -> str:
         return f"Clients({self.root!r})"
 
-    def _make(self, config: dict[str, Any], retry_seconds: float) -> Any:
+    def _make(self, config: dict[str, Any], retry_seconds: float, silent_seconds: float) -> Any:
         stores = importlib.import_module("obstore.store")
         scheme, _, bucket = self.root.partition("://")
         low, high = _BACKOFF_SECONDS
@@ -113,9 +123,10 @@ class Clients:
         }
         settings["client_options"] = {
             "timeout": timedelta(seconds=_REQUEST_SECONDS),
+            "read_timeout": timedelta(seconds=silent_seconds),
             # Asking a server of one's own without TLS is said by its address.
-            "allow_http": str(config.get("endpoint") or _endpoint()).startswith("http://"),
-            **config.get("client_options", {}),
+            "allow_http": _endpoint(config).startswith("http://"),
+            **(config.get("client_options") or {}),
         }
         try:
             if scheme in ("s3", "s3a"):
@@ -136,7 +147,7 @@ class Clients:
 
     def normal_url(self, url: str) -> str:
         """A URL in the form that places are compared in, without secrets."""
-        return without_secrets(os.fspath(url)).rstrip("/")
+        return object_url(os.fspath(url))
 
     def is_for(self, url: str) -> bool:
         """Whether a URL leads to this bucket."""
@@ -226,7 +237,7 @@ class Clients:
                 limit = self.retry_seconds if is_known else min(_FIRST_SECONDS, self.retry_seconds)
                 wait = random.uniform(pause / 2, pause)  # noqa: S311 - no secret
                 if not self._may_pass(error) or time.monotonic() + wait > began + limit:
-                    raise self._explained(error, verb, name, is_known) from None
+                    raise self._given_up(error, verb, name, is_known) from None
                 time.sleep(wait)
                 pause = min(longest, pause * 2)
             else:
@@ -251,7 +262,14 @@ class Clients:
         try:
             return work()
         except (self._errors.BaseError, OSError) as error:
-            raise self._explained(error, verb, name, is_known=True) from None
+            raise self._given_up(error, verb, name, is_known=True) from None
+
+    def _given_up(self, error: Exception, verb: str, name: str, is_known: bool) -> Exception:
+        explained = self._explained(error, verb, name, is_known)
+        if isinstance(explained, UnreachableError):
+            # Whatever is to be cleared up does not wait as long once more.
+            _answered.discard(self._identity)
+        return explained
 
     def _explained(self, error: Exception, verb: str, name: str, is_known: bool) -> Exception:
         """The same error in words that help, and without what the server said."""
@@ -400,14 +418,36 @@ class Upload:
 
 
 def _root_of(url: str) -> str:
-    scheme = scheme_of(url)
-    bucket = without_secrets(url)[len(scheme) + 3 :].partition("/")[0]
-    if not bucket:
-        raise ValueError(f"{without_secrets(url)} names no bucket: use {scheme}://bucket/name")
-    return f"{scheme}://{bucket}"
+    scheme, _, path = object_url(url).partition("://")
+    return f"{scheme}://{path.partition('/')[0]}"
 
 
-def _endpoint() -> str:
+def _check_ready(store: Any, root: str) -> None:
+    """Refuse a store that leads elsewhere than the URL says."""
+    config = getattr(store, "config", None) or {}
+    bucket = config.get("bucket") or config.get("container_name")
+    wanted = root.partition("://")[2].partition("@")[0]
+    if bucket is not None and bucket != wanted:
+        raise ValueError(
+            f"the store in storage_options is one of the bucket {bucket!r}, and the URL names "
+            f"{wanted!r}: pass a store of that bucket, or correct the URL"
+        )
+    prefix = getattr(store, "prefix", None)
+    if prefix:
+        raise ValueError(
+            f"the store in storage_options has the prefix {str(prefix)!r}: pass one without, and "
+            "say in the URL where the checkpoint is"
+        )
+
+
+def _endpoint(config: Mapping[str, Any]) -> str:
+    """The address of the server as options or the environment give it; empty if they do not."""
+    found = {
+        name.lower(): text for name, text in {**(config.get("config") or {}), **config}.items()
+    }
+    given = next((found[name] for name in _ENDPOINTS if found.get(name)), None)
+    if given is not None:
+        return str(given)
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
     return next((os.environ[name] for name in names if os.environ.get(name)), "")
 

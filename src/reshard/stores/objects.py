@@ -97,7 +97,11 @@ class ObjectStore:
         if self._head(draft) is None:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", self._name(draft))
         version = self._put_if(key, data, expected)
-        self._clients.call("delete", self._path(draft), self._name(draft))
+        try:
+            self._clients.call("delete", self._path(draft), self._name(draft))
+        except OSError as error:
+            # It is committed, whatever becomes of the draft.
+            logger.warning("a draft is left at %s: %s", self.location, error)
         return version
 
     def _put_if(self, key: str, data: bytes, expected: str | None) -> str:
@@ -173,12 +177,18 @@ class ObjectStore:
         return (parent, name) if parent._head(name) is not None else None
 
     def relative(self, place: str | os.PathLike[str]) -> str:
-        return relative_location(self.location, self._clients.normal_url(os.fspath(place)))
+        other = self._clients.normal_url(os.fspath(place))
+        if not self._clients.is_for(other):
+            raise ValueError(f"{other} is in another bucket than {self.location}")
+        return relative_location(self.location, other)
 
     def at(self, location: str) -> ObjectStore:
         return ObjectStore(location_at(self.location, location), clients=self._clients)
 
     def neighbours(self) -> Sequence[str]:
+        if not self._prefix:
+            # Beside a bucket are other buckets, which nothing refers to.
+            return ["."]
         parent, _, name = self._prefix.rpartition("/")
         beside = [f"../{each}" for each in self._folders(parent)]
         if not parent:

@@ -29,6 +29,25 @@ def without_secrets(url: str) -> str:
     return shown.partition("?")[0] if "://" in shown else shown
 
 
+def object_url(url: str) -> str:
+    """The URL of a place in a bucket in the form that places are compared in, without secrets."""
+    shown = without_secrets(url)
+    if "?" in url:
+        raise ValueError(
+            f"{shown} is followed by a question mark, after which nothing is used: leave it out, "
+            "and pass what it says as storage_options"
+        )
+    scheme, names = scheme_of(url), [*filter(None, shown.partition("://")[2].split("/"))]
+    if not names or shown.startswith(f"{scheme}:///"):
+        raise ValueError(f"{shown} names no bucket: use {scheme}://bucket/name")
+    if {".", ".."} & {*names}:
+        raise ValueError(
+            f"{shown} has '.' or '..' in it, which is a name like any other on an "
+            "object store: write the URL without"
+        )
+    return f"{scheme}://{'/'.join(names)}"
+
+
 def relative_location(own: str, other: str) -> str:
     """The place `other` as seen from `own`; ValueError if it lies within, or somewhere else."""
     (scheme, names), (other_scheme, other_names) = _split(own), _split(other)
