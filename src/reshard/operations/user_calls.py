@@ -151,7 +151,7 @@ def synchronize(stager: AsyncStager) -> None:
         stager.synchronize_staging()
 
 
-def stages_by_itself(writer: object) -> bool:
+def stages_by_itself(writer: Any) -> bool:
     """Whether a storage copies states in a way of its own. Torch's storages do not."""
     return all(hasattr(writer, name) for name in _STAGING) and not is_of_dcp(type(writer).stage)
 
