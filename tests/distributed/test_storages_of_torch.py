@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import reshard
 from reshard.api import PlanError, UnsafeValueError
 from reshard.operations.adapters import adapt_for_save
+from reshard.operations.user_calls import stages_by_itself
 from support.ranks import run_ranks
 
 WEIGHTS = torch.arange(15.0).reshape(5, 3)
@@ -644,6 +645,18 @@ def test_a_storage_of_torch_that_stages_in_its_own_way_is_asked_to(tmp_path: Pat
     before = vars(plain).copy()
     reshard.async_save({"w": WEIGHTS}, storage_writer=plain).result()
     assert plain.per_thread_copy_ahead == before["per_thread_copy_ahead"] > 0
+
+
+def test_a_storage_needs_no_way_to_be_closed_to_be_a_stager() -> None:
+    class AsOfTorch28:
+        _synchronize_after_execute = should_synchronize_after_execute = True
+
+        def stage(self, state_dict: Any) -> Any: ...
+
+        def synchronize_staging(self) -> None: ...
+
+    assert stages_by_itself(AsOfTorch28())
+    assert not stages_by_itself(dcp.FileSystemWriter("nowhere"))
 
 
 def save_in_a_process(folder: str) -> list[str]:

@@ -24,6 +24,14 @@ from reshard.tensors.dcp_modules import is_of_dcp
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+_STAGING = (
+    "_synchronize_after_execute",
+    "should_synchronize_after_execute",
+    "stage",
+    "synchronize_staging",
+)
+"""What makes a storage a stager as well. `close` is not in it: torch 2.8 has none."""
+
 
 def _api_bc_check(func: F) -> F:
     """Lets `save` and `load` take their storage by position, as they once did."""
@@ -143,9 +151,9 @@ def synchronize(stager: AsyncStager) -> None:
         stager.synchronize_staging()
 
 
-def stages_by_itself(writer: object) -> bool:
+def stages_by_itself(writer: Any) -> bool:
     """Whether a storage copies states in a way of its own. Torch's storages do not."""
-    return isinstance(writer, AsyncStager) and not is_of_dcp(type(writer).stage)
+    return all(hasattr(writer, name) for name in _STAGING) and not is_of_dcp(type(writer).stage)
 
 
 @contextlib.contextmanager
