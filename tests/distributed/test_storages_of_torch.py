@@ -20,6 +20,7 @@ from reshard.api import PlanError, UnsafeValueError
 from reshard.operations.adapters import adapt_for_save
 from reshard.operations.user_calls import stages_by_itself
 from support.ranks import run_ranks
+from support.torch_version import needs_hugging_face_shards, needs_manifests_of_ranks
 
 WEIGHTS = torch.arange(15.0).reshape(5, 3)
 
@@ -272,12 +273,40 @@ def save_alone(folder: str) -> list[str]:
     return differing(target, state(shard=0)) + differing(theirs, state(shard=0))
 
 
+@needs_manifests_of_ranks
 def test_without_collectives_each_rank_has_metadata_of_its_own(tmp_path: Path) -> None:
     assert run_ranks(2, save_alone, str(tmp_path)) == [[], []]
     assert sorted(file.name for file in tmp_path.glob("*.metadata")) == [
         "__0.metadata",
         "__1.metadata",
     ]
+
+
+class OneManifest(dcp.FileSystemWriter):
+    """Is told as little as that of torch 2.8."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        pass
+
+    set_up_storage_writer.__module__ = dcp.filesystem.__name__
+
+
+def save_over_each_other(folder: str) -> str:
+    with pytest.raises(PlanError) as raised:
+        reshard.save(state(shard=0), storage_writer=OneManifest(folder), use_collectives=False)
+    return str(raised.value)
+
+
+def test_a_storage_with_one_manifest_for_all_ranks_is_refused_without_collectives(
+    tmp_path: Path,
+) -> None:
+    for told in run_ranks(2, save_over_each_other, str(tmp_path)):
+        assert told.startswith("OneManifest of torch 2.")
+        assert "leave use_collectives out" in told
+    reshard.save({"w": WEIGHTS}, storage_writer=OneManifest(tmp_path), use_collectives=False)
+    target = {"w": torch.zeros(5, 3)}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert torch.equal(target["w"], WEIGHTS)
 
 
 # Failures
@@ -603,12 +632,10 @@ class StagingWriter(dcp.FileSystemWriter):
 
 def save_later(folder: str) -> list[str]:
     wrong = []
-    stagers: tuple[Any, ...] = (
-        Stager(),
-        Bare(),
-        dcp.staging.DefaultStager(dcp.staging.StagingOptions(False, False, True, False)),
-        None,
-    )
+    stagers: list[Any] = [Stager(), Bare(), None]
+    if hasattr(dcp.staging, "DefaultStager"):
+        options = dcp.staging.StagingOptions(False, False, True, False)
+        stagers.append(dcp.staging.DefaultStager(options))
     for number, stager in enumerate(stagers):
         weights = WEIGHTS.clone()
         place = f"{folder}/{number}"
@@ -723,5 +750,6 @@ def save_for_hugging_face(folder: str) -> list[str]:
     return differing(target, {n: v for n, v in state(shard=1)["model"].items() if n != "tied"})
 
 
+@needs_hugging_face_shards
 def test_the_hugging_face_storages_of_torch_save_and_load(tmp_path: Path) -> None:
     assert run_ranks(2, save_for_hugging_face, str(tmp_path)) == [[], []]

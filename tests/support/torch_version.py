@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 PINNED = (2, 13)
@@ -16,6 +17,13 @@ PINNED = (2, 13)
 needs_hugging_face_shards = pytest.mark.skipif(
     find_spec("torch.distributed.checkpoint._consolidate_hf_safetensors") is None,
     reason=f"torch {torch.__version__} writes no shards of safetensors files",
+)
+
+HAS_MANIFESTS_OF_RANKS = hasattr(FileSystemWriter, "_get_metadata_path")
+"""Whether DCP saves without collectives, as it does since 2.9."""
+needs_manifests_of_ranks = pytest.mark.skipif(
+    not HAS_MANIFESTS_OF_RANKS,
+    reason=f"torch {torch.__version__} has no manifest of each rank",
 )
 
 

@@ -124,7 +124,16 @@ class _TorchWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         method = self._used.set_up_storage_writer
-        method(is_coordinator, **_taken(method, kwargs, "rank", "use_collectives"))
+        taken = _taken(method, kwargs, "rank", "use_collectives")
+        apart = kwargs.get("world_size", 1) > 1 and not kwargs.get("use_collectives", True)
+        # One of a user may know by itself; torch's of 2.8 lets ranks overwrite each other's.
+        if apart and "use_collectives" not in taken and is_of_dcp(method):
+            raise PlanError(
+                f"{type(self._used).__name__} of torch {torch.__version__} writes one manifest for "
+                "all ranks, and without collectives each has its own: leave use_collectives out, "
+                "or pass a storage of reshard"
+            )
+        method(is_coordinator, **taken)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         prepared = self._used.prepare_local_plan(dcp_types.to_torch_save_plan(plan))
