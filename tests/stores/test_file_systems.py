@@ -25,6 +25,7 @@ from reshard.planner import SavePlan
 from reshard.stores.stream_store import StreamStore
 from support.object_files import SCHEME, ListedObjects, ObjectReader, Objects, ObjectWriter
 from support.ranks import run_ranks
+from support.torch_version import needs_manifests_of_ranks
 
 PLACE = f"{SCHEME}b/run/step-1"
 
@@ -281,10 +282,7 @@ def test_a_file_system_must_have_all_methods_of_the_contract() -> None:
         Half()  # type: ignore[abstract]
 
 
-@pytest.mark.skipif(
-    not hasattr(theirs.FileSystemWriter, "_get_metadata_path"),
-    reason=f"torch {torch.__version__} has no manifest of each rank",
-)
+@needs_manifests_of_ranks
 @pytest.mark.parametrize("rank", [None, 3])
 def test_the_manifest_has_the_path_that_dcp_gives_it(rank: int | None, tmp_path: Path) -> None:
     for ours, other in (
