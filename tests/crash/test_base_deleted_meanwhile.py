@@ -16,7 +16,12 @@ import pytest
 import torch
 
 import reshard
-from reshard.api import BaseError, CheckpointException, CheckpointNotFoundError
+from reshard.api import (
+    BaseError,
+    CheckpointException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from reshard.checkpoint import dependents
 from reshard.operations import upkeep
 from reshard.stores.local import LocalStore
@@ -227,7 +232,8 @@ def test_in_a_race_of_threads_a_checkpoint_is_readable_or_was_never_committed(
         thread = threading.Thread(target=delete)
         thread.start()
         barrier.wait()
-        with contextlib.suppress(BaseError, CheckpointNotFoundError):
+        # Which of them depends on how far the deletion is when the base is looked at.
+        with contextlib.suppress(BaseError, CheckpointNotFoundError, CorruptCheckpointError):
             reshard.save(state(2), checkpoint_id=place, base=base)
         thread.join()
 
