@@ -146,6 +146,7 @@ def again(job: str, root: Path, found: dict[str, str]) -> None:
         raise
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("job", "use_collectives"),
     [
@@ -166,7 +167,9 @@ def again(job: str, root: Path, found: dict[str, str]) -> None:
 def test_a_job_that_is_killed_anywhere_leaves_checkpoints_whole_and_can_be_made_again(
     job: str, use_collectives: bool, fast_folder: str
 ) -> None:
-    wrong, calls, seen = run_alone(kill_at_every_call, fast_folder, job, use_collectives)
+    wrong, calls, seen = run_alone(
+        kill_at_every_call, fast_folder, job, use_collectives, seconds=500
+    )
 
     assert wrong == []
     assert calls > 10
