@@ -145,3 +145,9 @@ def test_an_endpoint_without_tls_is_used_by_whatever_name_it_is_given(
     put(ObjectStore(s3.url, {**options, "retry_seconds": 1}))
 
     assert s3.names() == ["a"]
+
+
+@pytest.mark.parametrize("endpoint", ["not an address", "127.0.0.1:9000", "http://"])
+def test_an_endpoint_that_is_no_address_is_an_error(endpoint: str) -> None:
+    with pytest.raises(reshard.CheckpointException, match="is no address"):
+        reshard.load({}, checkpoint_id="s3://b/run", storage_options={"endpoint": endpoint})
