@@ -69,6 +69,7 @@ from reshard.stores.file_systems import FileSystem, FileSystemBase
 from reshard.stores.local import LocalStore
 from reshard.stores.protocol import Store
 from reshard.stores.stream_store import StreamStore
+from reshard.stores.urls import check_is_path
 
 __all__ = [
     "FileSystem",
@@ -234,6 +235,7 @@ class FileSystemWriter(StorageWriter):
         chosen = self.path if checkpoint_id is None else checkpoint_id
         if not chosen or not _is_local(self.fs) or not self.validate_checkpoint_id(chosen):
             return None
+        check_is_path(chosen)
         return os.path.realpath(chosen)
 
     def reference_to(self, metadata: Metadata) -> str:
@@ -547,7 +549,10 @@ def _is_local(fs: FileSystemBase) -> bool:
 
 
 def _store_in(fs: FileSystemBase, path: str | os.PathLike[str]) -> Store:
-    return LocalStore(path) if _is_local(fs) else StreamStore(fs, path, probed=(MANIFEST,))
+    if not _is_local(fs):
+        return StreamStore(fs, path, probed=(MANIFEST,))
+    check_is_path(path)
+    return LocalStore(path)
 
 
 def _metadata_path(fs: FileSystemBase, path: str | os.PathLike[str], rank: int | None) -> Any:

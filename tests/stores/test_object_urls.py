@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,35 @@ def test_urls_that_mean_one_place_are_one(url: str, meant: str) -> None:
 def test_a_url_that_would_lead_elsewhere_is_refused(url: str, why: str) -> None:
     with pytest.raises(reshard.CheckpointException, match=why):
         reshard.save({"a": torch.ones(2)}, checkpoint_id=url, storage_options={"region": "x"})
+
+
+MISTAKEN: dict[str, Callable[[str], object]] = {
+    "writer": lambda url: reshard.save({}, storage_writer=reshard.FileSystemWriter(url)),
+    "writer for Hugging Face": lambda url: reshard.save(
+        {}, storage_writer=reshard.HuggingFaceStorageWriter(url)
+    ),
+    "place of a writer": lambda url: reshard.save(
+        {}, checkpoint_id=url, storage_writer=reshard.FileSystemWriter("here")
+    ),
+    "path": lambda url: reshard.save({}, checkpoint_id=Path(url)),
+    "path in the background": lambda url: reshard.async_save({}, checkpoint_id=Path(url)).result(),
+    "reader": lambda url: reshard.load({}, storage_reader=reshard.FileSystemReader(url)),
+    "reader for Hugging Face": lambda url: reshard.load(
+        {}, storage_reader=reshard.HuggingFaceStorageReader(url)
+    ),
+    "path to read from": lambda url: reshard.read_tensor(Path(url), "a"),
+    "path to delete": lambda url: reshard.delete(Path(url)),
+}
+
+
+@pytest.mark.parametrize("how", MISTAKEN)
+def test_a_url_that_would_become_a_local_directory_is_refused(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, reshard.CheckpointException), match="'s3://b/run' is a URL"):
+        MISTAKEN[how]("s3://b/run")
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("form", ["{}//step", "S3{}/step/"])
@@ -114,3 +145,9 @@ def test_an_endpoint_without_tls_is_used_by_whatever_name_it_is_given(
     put(ObjectStore(s3.url, {**options, "retry_seconds": 1}))
 
     assert s3.names() == ["a"]
+
+
+@pytest.mark.parametrize("endpoint", ["not an address", "127.0.0.1:9000", "http://"])
+def test_an_endpoint_that_is_no_address_is_an_error(endpoint: str) -> None:
+    with pytest.raises(reshard.CheckpointException, match="is no address"):
+        reshard.load({}, checkpoint_id="s3://b/run", storage_options={"endpoint": endpoint})

@@ -1,4 +1,4 @@
-"""What is asked for before it is needed, when the store does not answer."""
+"""What is asked for before it is needed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
+from reshard.engine import fetching
 from reshard.engine.fetching import Prefetch
+from reshard.engine.reading import Request
 from reshard.stores.protocol import Remote
 
 PIECE_BYTES = 10
@@ -16,7 +19,7 @@ PIECES = 20
 
 
 class Dying:
-    """A reader whose store is gone after some answers."""
+    """A reader whose store is gone after some answers, which say where they begin."""
 
     nbytes = PIECES * PIECE_BYTES
 
@@ -35,6 +38,27 @@ class Dying:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def test_what_a_request_has_read_is_let_go_of_before_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetching, "_BUDGET_BYTES", 3 * PIECE_BYTES)
+    reader = Dying(answers=PIECES)
+    wanted = np.array([[5, 95], [102, 197]], dtype=np.int64)
+    request = Request("t", "a", 0, (1,), torch.uint8, b"", (0,), (1,), torch.empty(1), "t")
+    remote = Remote(piece_bytes=PIECE_BYTES, gap_bytes=10, concurrency=2)
+    with Prefetch({"a": reader}, [(request, "a", wanted)], remote) as ahead:
+        for begin, end in wanted.tolist():
+            for position in range(begin, end, 15):
+                parts = [bytearray(4), bytearray(min(15, end - position) - 4)]
+                assert ahead.read_into("a", position, [*map(memoryview, parts)])
+                places = range(position, position + sum(map(len, parts)))
+                assert b"".join(parts) == bytes((each - 5) // 10 * 10 + 5 for each in places)
+                assert ahead._held_bytes <= 4 * PIECE_BYTES
+        assert not ahead._held_bytes
+
+    assert len(reader.asked) == PIECES
 
 
 def test_after_a_request_that_failed_no_other_is_made() -> None:

@@ -43,6 +43,9 @@ class _Piece:
     begin: int
     end: int
     users: int = 0
+    wanted_bytes: int = 0
+    wanted_end: int = 0
+    used_bytes: int = 0
     taken: bool = False
     data: memoryview | None = None
     error: BaseException | None = None
@@ -84,7 +87,12 @@ class Prefetch:
         begins = self._begins.get(path, [])
         chosen: set[int] = set()
         for begin, end in ranges.tolist():
-            chosen.update(range(bisect_right(begins, begin) - 1, bisect_right(begins, end - 1)))
+            numbers = range(bisect_right(begins, begin) - 1, bisect_right(begins, end - 1))
+            chosen.update(numbers)
+            for piece in (self._pieces[path][number] for number in numbers):
+                until = min(end, piece.end)
+                piece.wanted_bytes += until - max(begin, piece.begin)
+                piece.wanted_end = max(piece.wanted_end, until)
         pieces = [self._pieces[path][number] for number in chosen]
         for piece in pieces:
             piece.users += 1
@@ -95,12 +103,29 @@ class Prefetch:
         with self._changed:
             for piece in pieces:
                 piece.users -= 1
-                if not piece.users and piece.data is not None:
-                    self._held_bytes -= piece.nbytes
-                    piece.data = None
+                if not piece.users:
+                    self._let_go(piece)
             self._changed.notify_all()
         if done is not None:
             done()
+
+    def _let_go(self, piece: _Piece) -> None:
+        if piece.data is not None:
+            self._held_bytes -= piece.nbytes
+            piece.data = None
+
+    def _use(self, piece: _Piece, nbytes: int, until: int) -> None:
+        """Let go of a piece before its last request is done, which may want many more of them.
+
+        A request reads from the beginning to the end. What it reads again all the same is asked
+        for again.
+        """
+        with self._changed:
+            piece.used_bytes += nbytes
+            is_read = until >= piece.wanted_end and piece.used_bytes >= piece.wanted_bytes
+            if piece.users == 1 and is_read:
+                self._let_go(piece)
+                self._changed.notify_all()
 
     def __enter__(self) -> Prefetch:
         count = min(self._remote.concurrency, len(self._waiting))
@@ -168,19 +193,19 @@ class Prefetch:
         if pieces is None or begins is None or offset == end:
             return False
         number, position = bisect_right(begins, offset) - 1, offset
-        parts: list[npt.NDArray[np.uint8]] = []
+        rest = [np.frombuffer(buffer, dtype=np.uint8) for buffer in reversed(buffers)]
         while position < end:
             if number < 0 or number >= len(pieces) or not _covers(pieces[number], position):
                 return False
-            data = self._wait_for(pieces[number])
+            piece = pieces[number]
+            data = self._wait_for(piece)
             if data is None:
                 return False
-            piece = pieces[number]
             until = min(end, piece.end)
-            content = np.frombuffer(data, dtype=np.uint8)
-            parts.append(content[position - piece.begin : until - piece.begin])
+            _scatter(data[position - piece.begin : until - piece.begin], rest)
+            del data
+            self._use(piece, until - position, until)
             number, position = number + 1, until
-        _scatter(parts, buffers)
         return True
 
     def _wait_for(self, piece: _Piece) -> memoryview | None:
@@ -205,19 +230,16 @@ def _covers(piece: _Piece, position: int) -> bool:
     return piece.begin <= position < piece.end
 
 
-def _scatter(parts: Sequence[npt.NDArray[np.uint8]], buffers: Sequence[memoryview]) -> None:
-    """Copy parts, one after the other, into buffers, one after the other. Without the GIL."""
-    rest = [part for part in parts if len(part)]
-    rest.reverse()
-    for buffer in buffers:
-        target, filled = np.frombuffer(buffer, dtype=np.uint8), 0
-        while filled < len(target):
-            part = rest.pop()
-            count = min(len(part), len(target) - filled)
-            np.copyto(target[filled : filled + count], part[:count])
-            filled += count
-            if count < len(part):
-                rest.append(part[count:])
+def _scatter(data: memoryview, rest: list[npt.NDArray[np.uint8]]) -> None:
+    """Copy bytes into targets, the last one first, and drop what is filled. Without the GIL."""
+    content = np.frombuffer(data, dtype=np.uint8)
+    while len(content):
+        target = rest.pop()
+        count = min(len(content), len(target))
+        np.copyto(target[:count], content[:count])
+        content = content[count:]
+        if count < len(target):
+            rest.append(target[count:])
 
 
 def _cut(wanted: Sequence[Wanted], remote: Remote) -> dict[str, list[_Piece]]:

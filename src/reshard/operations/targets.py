@@ -17,7 +17,7 @@ from reshard.object_storage import ObjectStoreReader, ObjectStoreWriter
 from reshard.operations.user_calls import with_defaults
 from reshard.storage import StorageReader, StorageWriter
 from reshard.stores.places import is_object_url
-from reshard.stores.urls import object_url, path_of, without_secrets
+from reshard.stores.urls import check_is_path, object_url, path_of, without_secrets
 
 Place = str | os.PathLike[str]
 
@@ -144,6 +144,7 @@ class SaveTarget:
             chosen = chosen or getattr(self.writer, "checkpoint_id", None)
         if not chosen or "://" in str(chosen):
             return self
+        check_is_path(chosen)
         return SaveTarget(self.writer, os.path.abspath(chosen), self.storage_options)
 
     def _shared_place(self) -> str | None:

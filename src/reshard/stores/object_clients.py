@@ -105,6 +105,13 @@ class Clients:
         return f"Clients({self.root!r})"
 
     def _make(self, config: dict[str, Any], retry_seconds: float, silent_seconds: float) -> Any:
+        endpoint = _endpoint(config)
+        if endpoint and not re.fullmatch(r"https?://[^\s/]\S*", endpoint):
+            # obstore would panic, which no handler of errors sees.
+            raise ValueError(
+                f"the endpoint {without_secrets(endpoint)!r} is no address: it begins with http:// "
+                "or https://, and has no spaces"
+            )
         stores = importlib.import_module("obstore.store")
         scheme, _, bucket = self.root.partition("://")
         low, high = _BACKOFF_SECONDS
@@ -125,7 +132,7 @@ class Clients:
             "timeout": timedelta(seconds=_REQUEST_SECONDS),
             "read_timeout": timedelta(seconds=silent_seconds),
             # Asking a server of one's own without TLS is said by its address.
-            "allow_http": _endpoint(config).startswith("http://"),
+            "allow_http": endpoint.startswith("http://"),
             **(config.get("client_options") or {}),
         }
         try:

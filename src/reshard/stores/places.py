@@ -11,7 +11,7 @@ from reshard.stores.local import LocalStore
 from reshard.stores.objects import ObjectStore
 from reshard.stores.objects import is_object_url as is_object_url
 from reshard.stores.protocol import Store
-from reshard.stores.urls import path_of
+from reshard.stores.urls import check_is_path, path_of
 
 
 def open_place(
@@ -24,4 +24,5 @@ def open_place(
     if "://" in path:
         fs, path_there = file_system(path, storage_options or {})
         return Connection(fs).open(path_there, path)
+    check_is_path(path)
     return LocalStore(path)

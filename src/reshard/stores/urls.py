@@ -7,6 +7,8 @@ import posixpath
 import re
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(?=://)")
+# A drive of Windows has one letter.
+_FLATTENED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 
 
 def scheme_of(place: object) -> str:
@@ -20,6 +22,18 @@ def path_of(place: str | os.PathLike[str]) -> str:
     """A URL of a local file as the path that it means; any other place as it is."""
     text = os.fspath(place)
     return text.partition("://")[2] if scheme_of(text) in ("file", "local") else text
+
+
+def check_is_path(place: str | os.PathLike[str]) -> None:
+    """Refuse a URL, also one that pathlib has made a path of: it would be a directory here."""
+    match = _FLATTENED.match(os.fspath(place))
+    if match:
+        url = without_secrets(f"{match[1]}://{match[2]}")
+        raise ValueError(
+            f"{url!r} is a URL, and this storage is for directories. Pass it as text with "
+            "checkpoint_id and no storage, or to ObjectStoreWriter and FsspecWriter or their "
+            "readers. For a directory of that name, pass its absolute path"
+        )
 
 
 def without_secrets(url: str) -> str:
