@@ -5,6 +5,7 @@
     │   ├── CoverageError                          a gap, an overlap, a region out of bounds
     │   ├── ReplicaConflictError                   two ranks disagree about one tensor
     │   ├── ShapeMismatchError                     the checkpoint and the program disagree
+    │   ├── DtypeMismatchError                     the same of dtypes, where none may be cast
     │   └── UnsupportedLayoutError                 a placement that cannot be saved
     ├── StateDictError             (ValueError)    the state dict itself cannot be flattened
     ├── MissingKeyError            (RuntimeError)  a key that the checkpoint does not have
@@ -47,6 +48,7 @@ __all__ = [
     "CommitConflictError",
     "CorruptCheckpointError",
     "CoverageError",
+    "DtypeMismatchError",
     "MissingKeyError",
     "PlanError",
     "RankLostError",
@@ -127,6 +129,10 @@ class ReplicaConflictError(PlanError):
 
 class ShapeMismatchError(PlanError):
     """The value to load into does not have the shape or the kind that was saved."""
+
+
+class DtypeMismatchError(PlanError):
+    """A tensor to load into has another dtype than was saved, and no cast is allowed."""
 
 
 class UnsupportedLayoutError(PlanError):

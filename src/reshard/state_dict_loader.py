@@ -46,6 +46,7 @@ def load(
     assign: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     replicated_reads: ReplicatedReads = "auto",
+    dtype: Literal["cast", "same"] = "cast",
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into `state_dict`, in place, whatever mesh it was saved on.
@@ -82,6 +83,10 @@ def load(
     `assign`, are given their state with `assign=True`; other `Stateful` values are filled in
     place. Chunks that are viewed are checked only if `verify` is given.
 
+    Tensors whose dtype is not the stored one are filled by a cast, and `LoadReport.casts` names
+    them; `dtype="same"` refuses them with a `DtypeMismatchError` instead. Quantised weights that
+    a reader turns into its `target_dtype` count as stored in that.
+
     Ranks that want the same bytes can read them once and send them to each other:
     `replicated_reads="share"`; with `"direct"` each rank reads for itself. `"auto"` shares
     where reads are dear: on stores that are not local. It takes connections between the ranks,
@@ -102,6 +107,7 @@ def load(
             allow_pickle=allow_pickle or None,
             assign=assign,
             replicated_reads=replicated_reads,
+            dtype=dtype,
         ),
     )
     report.seconds = time.perf_counter() - began

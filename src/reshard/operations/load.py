@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from reshard.api import CheckpointException, MissingKeyError, PlanError, _note_on_error
 from reshard.background.queue import save_queue
@@ -45,7 +46,14 @@ from reshard.operations.verification import (
 )
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planning.columns import Bools
-from reshard.plans.traits import fills_blanks, load_traits, plans_alone, views_files
+from reshard.plans.mismatches import dtype_mismatch
+from reshard.plans.traits import (
+    fills_blanks,
+    knows_casts,
+    load_traits,
+    plans_alone,
+    views_files,
+)
 from reshard.plans.wire import LoadPlanExchange, PlannedLoad
 from reshard.rank_values import choose_rank_values, restore_rank_values
 from reshard.stateful import is_stateful
@@ -59,9 +67,10 @@ class LoadReport:
 
     `missing` are keys of the state dict that the checkpoint does not have and that were
     left as they were; `unexpected` are keys of the checkpoint that nobody asked for;
-    `excluded` are those that the caller did not want. `verified` is the number of tensors
-    that all ranks together hold as they were saved, by their fingerprints. `requests` is how many
-    were made to a remote store.
+    `excluded` are those that the caller did not want. `casts` are tensors that were filled from
+    another dtype, with the stored one and their own; unknown, and empty, with planners that fill
+    tensors in a way of their own. `verified` is the number of tensors that all ranks together hold
+    as they were saved, by their fingerprints. `requests` is how many were made to a remote store.
 
     `nbytes` is what this rank wanted; `bytes_read` what it took from the shard files in the
     store, for itself and for other ranks; `bytes_received` what other ranks read for it.
@@ -71,6 +80,7 @@ class LoadReport:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
+    casts: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
     nbytes: int = 0
     seconds: float = 0.0
     verified: int = 0
@@ -90,6 +100,7 @@ class LoadSettings:
     allow_pickle: bool | None = None
     assign: bool = False
     replicated_reads: str = "auto"
+    dtype: Literal["cast", "same"] = "cast"
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -127,6 +138,13 @@ class LoadSettings:
         if self.replicated_reads not in REPLICATED_READS:
             raise ValueError(
                 f"replicated_reads is 'auto', 'direct' or 'share', not {self.replicated_reads!r}"
+            )
+        if self.dtype not in ("cast", "same"):
+            raise ValueError(f"dtype is 'cast' or 'same', not {self.dtype!r}")
+        if self.dtype == "same" and not knows_casts(planner):
+            raise ValueError(
+                f"dtype='same' needs a planner that fills tensors as DefaultLoadPlanner does, "
+                f"unlike {type(planner).__name__}: load with dtype='cast'"
             )
         if self.patterns and not load_traits(planner).is_default:
             raise ValueError(
@@ -281,6 +299,9 @@ class Load:
         set_up_reader(reader, self.metadata, channel)
         with paused_collection():
             plan = planner.create_local_plan()
+        self.report.casts = dict(self._planner_hooks.casts)
+        if self.report.casts and self.settings.dtype == "same":
+            raise dtype_mismatch(self.report.casts)
         self._plan = reader.prepare_local_plan(plan)
         self._check_values()
         return PlannedLoad(self._compare_keys(seen), None if self._plans_alone else self._plan)
