@@ -9,6 +9,7 @@
     │   └── UnsupportedLayoutError                 a placement that cannot be saved
     ├── StateDictError             (ValueError)    the state dict itself cannot be flattened
     ├── MissingKeyError            (RuntimeError)  a key that the checkpoint does not have
+    ├── NotRestoredError           (RuntimeError)  a load would leave a value as it was
     ├── StalePlanError             (RuntimeError)  a rank refers to a plan that is not cached
     ├── UnsafeValueError           (RuntimeError)  a value that only pickle could read
     ├── CorruptCheckpointError     (ValueError)    bytes that contradict themselves or a checksum
@@ -50,6 +51,7 @@ __all__ = [
     "CoverageError",
     "DtypeMismatchError",
     "MissingKeyError",
+    "NotRestoredError",
     "PlanError",
     "RankLostError",
     "ReplicaConflictError",
@@ -145,6 +147,10 @@ class StateDictError(CheckpointException, ValueError):
 
 class MissingKeyError(CheckpointException, RuntimeError):
     """The checkpoint does not contain a key that the state dict asks for."""
+
+
+class NotRestoredError(CheckpointException, RuntimeError):
+    """A load does not restore every value as it was saved, and was asked to."""
 
 
 class StalePlanError(CheckpointException, RuntimeError):
