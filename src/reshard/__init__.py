@@ -20,6 +20,7 @@ from reshard.protocol import CheckpointableTensor
 from reshard.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from reshard.rank_values import per_rank
 from reshard.state_dict_loader import (
+    LoadReceipt,
     LoadReport,
     load,
     load_state_dict,
@@ -45,6 +46,7 @@ __all__ = [
     "HuggingFaceStorageWriter",
     "LoadPlan",
     "LoadPlanner",
+    "LoadReceipt",
     "LoadReport",
     "Metadata",
     "ObjectStoreReader",

@@ -5,9 +5,11 @@
     │   ├── CoverageError                          a gap, an overlap, a region out of bounds
     │   ├── ReplicaConflictError                   two ranks disagree about one tensor
     │   ├── ShapeMismatchError                     the checkpoint and the program disagree
+    │   ├── DtypeMismatchError                     the same of dtypes, where none may be cast
     │   └── UnsupportedLayoutError                 a placement that cannot be saved
     ├── StateDictError             (ValueError)    the state dict itself cannot be flattened
     ├── MissingKeyError            (RuntimeError)  a key that the checkpoint does not have
+    ├── NotRestoredError           (RuntimeError)  a load would leave a value as it was
     ├── StalePlanError             (RuntimeError)  a rank refers to a plan that is not cached
     ├── UnsafeValueError           (RuntimeError)  a value that only pickle could read
     ├── CorruptCheckpointError     (ValueError)    bytes that contradict themselves or a checksum
@@ -47,7 +49,9 @@ __all__ = [
     "CommitConflictError",
     "CorruptCheckpointError",
     "CoverageError",
+    "DtypeMismatchError",
     "MissingKeyError",
+    "NotRestoredError",
     "PlanError",
     "RankLostError",
     "ReplicaConflictError",
@@ -129,6 +133,10 @@ class ShapeMismatchError(PlanError):
     """The value to load into does not have the shape or the kind that was saved."""
 
 
+class DtypeMismatchError(PlanError):
+    """A tensor to load into has another dtype than was saved, and no cast is allowed."""
+
+
 class UnsupportedLayoutError(PlanError):
     """A tensor is laid out in a way that has no well-defined stored form."""
 
@@ -139,6 +147,10 @@ class StateDictError(CheckpointException, ValueError):
 
 class MissingKeyError(CheckpointException, RuntimeError):
     """The checkpoint does not contain a key that the state dict asks for."""
+
+
+class NotRestoredError(CheckpointException, RuntimeError):
+    """A load does not restore every value as it was saved, and was asked to."""
 
 
 class StalePlanError(CheckpointException, RuntimeError):

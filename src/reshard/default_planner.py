@@ -46,6 +46,7 @@ from reshard.plans.local_load_plan import _create_read_items as _create_read_ite
 from reshard.plans.local_load_plan import build_read_items, check_complete, find_tied
 from reshard.plans.local_save_plan import _create_default_metadata_only_plan, build_write_items
 from reshard.plans.local_save_plan import _create_write_items as _create_write_items
+from reshard.plans.read_items import Casts, planned_casts
 from reshard.plans.traits import default_step, load_traits, save_traits
 from reshard.tensors.blanks import fill_blank, is_blank, make_blank
 from reshard.tensors.composites import (
@@ -248,6 +249,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.mappings = {}
         self.blanks: dict[str, torch.Tensor] = {}
         self.tied_names: Mapping[str, str] = {}
+        self.casts: Casts = {}
         self.composites = CompositeTargets()
         self._reader = DTensorReader()
 
@@ -278,6 +280,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.state_dict = flat
         self.metadata = metadata
         self.is_coordinator = is_coordinator
+        self.casts = {}
         self._reader = DTensorReader()
 
     @default_step
@@ -307,7 +310,13 @@ class DefaultLoadPlanner(LoadPlanner):
             for name, value in wanted.items():
                 if name not in self.blanks:
                     check_local_memory(name, value)
-        return create_default_local_load_plan(wanted, self.metadata, not self.allow_partial_load)
+        strict = not self.allow_partial_load
+        plan = create_default_local_load_plan(wanted, self.metadata, strict)
+        if fills_by_itself:
+            casts = planned_casts(plan.items)
+            tied = {n: casts[held] for n, held in self.tied_names.items() if held in casts}
+            self.casts = {**casts, **tied}
+        return plan
 
     def _without_twins(self, wanted: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """What has to be read to fill `wanted`. Made to be overridden."""

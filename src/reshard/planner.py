@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -290,6 +291,8 @@ class LoadPlanner:
     """What stored names begin with that the planner takes care of under another name."""
     tied_names: Collection[str] = ()
     """Names that are not stored, but are filled with one that is: they share its memory."""
+    casts: Mapping[str, tuple[torch.dtype, torch.dtype]] = MappingProxyType({})
+    """The tensors that the plan fills from another dtype: the stored one, and their own."""
 
     @abc.abstractmethod
     def set_up_planner(

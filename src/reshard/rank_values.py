@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,7 @@ __all__ = [
     "name_rank_values",
     "per_rank",
     "restore_rank_values",
+    "without_rank",
 ]
 
 OnResize = Literal["error", "drop", "first"]
@@ -53,6 +55,14 @@ def per_rank(value: Any, on_resize: OnResize = "error") -> PerRank:
 
 def _key(rank: int, world_size: int) -> str:
     return f"rank-{rank}-of-{world_size}"
+
+
+_RANK_KEY = re.compile(r"\.rank-\d+-of-\d+(?=\.|$)")
+
+
+def without_rank(name: str) -> str:
+    """The name of a value in the state dict, given the one that a rank stores it under."""
+    return _RANK_KEY.sub("", name) if ".rank-" in name else name
 
 
 def name_rank_values(state_dict: STATE_DICT_TYPE, rank: int, world_size: int) -> STATE_DICT_TYPE:

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 from reshard.engine.reading import Verify
 from reshard.logger import _dcp_method_logger
-from reshard.operations.load import LoadReport, LoadSettings, load_now
+from reshard.operations.load import LoadSettings, load_now
+from reshard.operations.load_report import LoadReport
 from reshard.operations.ranks import Ranks
 from reshard.operations.read import read_all_keys, read_keys, read_region
+from reshard.operations.receipts import LoadReceipt
 from reshard.operations.renaming import Rename
 from reshard.operations.sharing import ReplicatedReads
 from reshard.operations.targets import LoadSource, open_reader
@@ -25,7 +27,14 @@ from reshard.planner import LoadPlanner
 from reshard.stateful import Stateful as Stateful
 from reshard.storage import StorageReader
 
-__all__ = ["LoadReport", "load", "load_state_dict", "read_state_dict", "read_tensor"]
+__all__ = [
+    "LoadReceipt",
+    "LoadReport",
+    "load",
+    "load_state_dict",
+    "read_state_dict",
+    "read_tensor",
+]
 
 
 @_api_bc_check
@@ -38,7 +47,7 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    strict: bool | Literal["exact"] = True,
+    strict: bool | Literal["exact", "receipt"] = True,
     rename: Rename | None = None,
     exclude: Sequence[str] = (),
     verify: Literal["off", "chunks", "full", "fingerprint"] | None = None,
@@ -46,6 +55,8 @@ def load(
     assign: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     replicated_reads: ReplicatedReads = "auto",
+    dtype: Literal["cast", "same"] = "cast",
+    receipt: bool = False,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> LoadReport:
     """Load a checkpoint into `state_dict`, in place, whatever mesh it was saved on.
@@ -82,6 +93,17 @@ def load(
     `assign`, are given their state with `assign=True`; other `Stateful` values are filled in
     place. Chunks that are viewed are checked only if `verify` is given.
 
+    Tensors whose dtype is not the stored one are filled by a cast, and `LoadReport.casts` names
+    them; `dtype="same"` refuses them with a `DtypeMismatchError` instead. Quantised weights that
+    a reader turns into its `target_dtype` count as stored in that.
+
+    `LoadReport.receipt()` says what became of every value, grouped by the keys of the state dict:
+    restored, missing, cast, excluded, left as it was, or stored and not used. With `receipt`, it
+    is that of all ranks, merged. `strict="receipt"` makes anything but "restored" a
+    `NotRestoredError` that shows it: before anything is loaded, but for the parameters and groups
+    of optimizers in a `TrainState` that were in no optimizer when it was saved, which are found
+    when all else is loaded.
+
     Ranks that want the same bytes can read them once and send them to each other:
     `replicated_reads="share"`; with `"direct"` each rank reads for itself. `"auto"` shares
     where reads are dear: on stores that are not local. It takes connections between the ranks,
@@ -102,6 +124,8 @@ def load(
             allow_pickle=allow_pickle or None,
             assign=assign,
             replicated_reads=replicated_reads,
+            dtype=dtype,
+            receipt=receipt,
         ),
     )
     report.seconds = time.perf_counter() - began

@@ -341,7 +341,7 @@ BAD_CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     "strict": (
         lambda p: reshard.load({}, checkpoint_id=p, strict="exac"),
         ValueError,
-        "True, False or 'exact'",
+        "True, False, 'exact' or 'receipt'",
     ),
     "a region that is no slice": (
         lambda p: reshard.read_tensor(p, "w", (1,)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +22,9 @@ from reshard.format.tables import Manifest
 from reshard.logger import logged
 from reshard.metadata import Metadata
 from reshard.operations.adapters import adapt_for_load
+from reshard.operations.load_report import LoadReport
 from reshard.operations.ranks import Ranks
+from reshard.operations.receipts import LoadReceipt, gather_receipts, not_restored
 from reshard.operations.renaming import Rename, renamed
 from reshard.operations.sharing import (
     REPLICATED_READS,
@@ -45,51 +47,40 @@ from reshard.operations.verification import (
 )
 from reshard.planner import LoadPlan, LoadPlanner
 from reshard.planning.columns import Bools
-from reshard.plans.traits import fills_blanks, load_traits, plans_alone, views_files
+from reshard.plans.mismatches import dtype_mismatch, missing_keys
+from reshard.plans.traits import (
+    fills_blanks,
+    knows_casts,
+    load_traits,
+    plans_alone,
+    views_files,
+)
 from reshard.plans.wire import LoadPlanExchange, PlannedLoad
-from reshard.rank_values import choose_rank_values, restore_rank_values
+from reshard.rank_values import PerRank, choose_rank_values, restore_rank_values
 from reshard.stateful import is_stateful
 from reshard.storage import StorageReader, parameters_of, takes_any_keyword
 from reshard.tensors.blanks import BlankState, with_ties
-
-
-@dataclass
-class LoadReport:
-    """What a load did on this rank.
-
-    `missing` are keys of the state dict that the checkpoint does not have and that were
-    left as they were; `unexpected` are keys of the checkpoint that nobody asked for;
-    `excluded` are those that the caller did not want. `verified` is the number of tensors
-    that all ranks together hold as they were saved, by their fingerprints. `requests` is how many
-    were made to a remote store.
-
-    `nbytes` is what this rank wanted; `bytes_read` what it took from the shard files in the
-    store, for itself and for other ranks; `bytes_received` what other ranks read for it.
-    """
-
-    loaded: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    excluded: list[str] = field(default_factory=list)
-    nbytes: int = 0
-    seconds: float = 0.0
-    verified: int = 0
-    requests: int = 0
-    bytes_read: int = 0
-    bytes_received: int = 0
 
 
 @dataclass(frozen=True)
 class LoadSettings:
     """How to load, as `load` documents it. None: as the storage or the planner was told."""
 
-    strict: bool | Literal["exact"] = True
+    strict: bool | Literal["exact", "receipt"] = True
     rename: Rename | None = None
     exclude: Sequence[str] = ()
     verify: str | None = None
     allow_pickle: bool | None = None
     assign: bool = False
     replicated_reads: str = "auto"
+    dtype: Literal["cast", "same"] = "cast"
+    receipt: bool = False
+
+    @property
+    def shared(self) -> tuple[tuple[str, str], ...]:
+        """What all ranks must agree on: they exchange messages for it."""
+        asked = "'receipt'" if self.strict == "receipt" else "something else"
+        return ("strict", asked), ("receipt", str(bool(self.receipt)))
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -109,15 +100,16 @@ class LoadSettings:
                     planner,
                     exclude=self.patterns or None,
                     allow_pickle=pickles,
-                    allow_partial_load=None if self.strict else True,
+                    # A receipt names all that is missing, not only what is found first.
+                    allow_partial_load=True if self.strict in (False, "receipt") else None,
                     keeps_blanks=self.assign or None,
                 )
             )
             return undo.pop_all()
 
     def check(self, planner: LoadPlanner) -> None:
-        if self.strict not in (True, False, "exact"):
-            raise ValueError(f"strict is True, False or 'exact', not {self.strict!r}")
+        if self.strict not in (True, False, "exact", "receipt"):
+            raise ValueError(f"strict is True, False, 'exact' or 'receipt', not {self.strict!r}")
         if self.verify not in (None, *(each.value for each in Verify), *Verify):
             raise ValueError(
                 f"verify is 'off', 'chunks', 'full' or 'fingerprint', not {self.verify!r}"
@@ -128,6 +120,15 @@ class LoadSettings:
             raise ValueError(
                 f"replicated_reads is 'auto', 'direct' or 'share', not {self.replicated_reads!r}"
             )
+        if self.dtype not in ("cast", "same"):
+            raise ValueError(f"dtype is 'cast' or 'same', not {self.dtype!r}")
+        if self.dtype == "same" or self.strict == "receipt":
+            option = "dtype='same'" if self.dtype == "same" else "strict='receipt'"
+            if not knows_casts(planner):
+                raise ValueError(
+                    f"{option} needs a planner that fills tensors as DefaultLoadPlanner does, "
+                    f"unlike {type(planner).__name__}: load with dtype='cast' and strict=True"
+                )
         if self.patterns and not load_traits(planner).is_default:
             raise ValueError(
                 f"exclude needs a planner that derives from DefaultLoadPlanner, not "
@@ -149,7 +150,7 @@ def load_now(
 ) -> LoadReport:
     """Load while the caller waits."""
     planner = planner if planner is not None else DefaultLoadPlanner()
-    channel = ranks.open_channel(source.intent(settings.verify))
+    channel = ranks.open_channel(source.intent(settings.verify, settings.shared))
     with checking_arguments(channel):
         settings.check(planner)
         reader, planner = adapt_for_load(source.choose_reader(), planner)
@@ -212,6 +213,8 @@ class Load:
                 LoadPlanExchange(), self._plan_locally, self._plan_globally
             )
             self.report.unexpected = self._name_unexpected(planned.unexpected)
+            if self.settings.strict == "receipt":
+                self._check_receipt("Nothing was loaded.")
             plan = self._plan if planned.plan is None else planned.plan
             if sharing:
                 read_together(
@@ -222,7 +225,22 @@ class Load:
             if self._manifest is not None:
                 self._verify(self._manifest)
         self.channel.do_together("give back", self._give_back)
+        if self.settings.strict == "receipt":
+            self.report._of_all_ranks = self._check_receipt("All else was loaded.")
+        elif self.settings.receipt:
+            self.report._of_all_ranks = gather_receipts(self.report.receipt(), self.channel)
         return self.report
+
+    def _check_receipt(self, done: str) -> LoadReceipt:
+        """The receipt of all ranks; an error on each of them if something is not restored."""
+        receipt = gather_receipts(self.report.receipt(), self.channel)
+
+        def check() -> None:
+            if not receipt.all_restored:
+                raise not_restored(receipt, done)
+
+        self.channel.do_together("receipt", check)
+        return receipt
 
     # Open
 
@@ -285,6 +303,9 @@ class Load:
         set_up_reader(reader, self.metadata, channel)
         with paused_collection():
             plan = planner.create_local_plan()
+        self.report.casts = dict(self._planner_hooks.casts)
+        if self.report.casts and self.settings.dtype == "same":
+            raise dtype_mismatch(self.report.casts)
         self._plan = reader.prepare_local_plan(plan)
         self._check_values()
         return PlannedLoad(self._compare_keys(seen), None if self._plans_alone else self._plan)
@@ -336,7 +357,13 @@ class Load:
         held = {n: n in entries or n in tied for n in wanted if not excludes(n)}
         self.report.loaded = [name for name, is_held in held.items() if is_held]
         self.report.missing = [name for name, is_held in held.items() if not is_held]
+        if self.settings.strict == "receipt" and self.report.missing and not self.report.loaded:
+            # It says how the names differ.
+            raise missing_keys(held, self.stored)
         self.report.excluded = [*self._left_out, *(n for n in wanted if excludes(n))]
+        self._report_dropped()
+        self._report_missing_parts()
+        self.report.groups = self._name_groups()
         covered = (
             # What other ranks stored of a value that differs by rank is not for this one.
             *(".".join(map(str, path)) + ".rank-" for path in self._rank_values),
@@ -348,6 +375,42 @@ class Load:
             for name in self.stored
         )
         return np.fromiter(unexpected, dtype=bool, count=len(self.stored))
+
+    def _report_dropped(self) -> None:
+        """Note values that differ by rank and that this rank has no share of."""
+        for path, key in self._rank_values.items():
+            if key is not None:
+                continue
+            name = ".".join(map(str, path))
+            is_stored = any(stored.startswith(f"{name}.rank-") for stored in self.stored)
+            self._note_left([name], self.report.dropped if is_stored else self.report.missing)
+
+    def _report_missing_parts(self) -> None:
+        """Note what those that decide by the checkpoint did not find in it."""
+        for key, value in self.original.items():
+            if _gives_template(value):
+                self._note_left(value.missing_names(key), self.report.missing)
+
+    def _note_left(self, names: Sequence[str], noted: list[str]) -> None:
+        """Add names to a list of the report, or to the excluded ones, unless they are there."""
+        known = {*noted, *self.report.excluded}
+        for name in names:
+            if name not in known:
+                is_excluded = self._planner_hooks.excludes(name)
+                (self.report.excluded if is_excluded else noted).append(name)
+
+    def _name_groups(self) -> list[str]:
+        """The keys of the state dict that hold several values, by their parts where they have."""
+        groups: list[str] = []
+        for key, value in self.original.items():
+            if _gives_template(value):
+                below = f"{key}."
+                missing = (n[len(below) :] for n in self.report.missing if n.startswith(below))
+                parts = [*self.states[key], *(name.partition(".")[0] for name in missing)]
+                groups += [below + part for part in dict.fromkeys(parts)]
+            elif is_stateful(value) or isinstance(value, Mapping | list | tuple | PerRank):
+                groups.append(str(key))
+        return groups
 
     def _name_unexpected(self, unexpected: Bools) -> list[str]:
         return [self.stored[row] for row in np.flatnonzero(unexpected).tolist()]
@@ -461,6 +524,7 @@ class Load:
                     value.load_state_dict(with_ties(value, state), assign=True)
                 else:
                     value.load_state_dict(state)
+        self._report_missing_parts()
 
     def _put_back(self, blank: BlankState) -> None:
         """Replace tensors, in the containers that they came from, by those that were loaded."""

@@ -166,7 +166,7 @@ class LoadSource:
         )
         return reader
 
-    def intent(self, verify: object = None) -> Intent:
+    def intent(self, verify: object = None, shared: Sequence[tuple[str, str]] = ()) -> Intent:
         """What a call is about to do. Ranks may have a copy each, at places of their own."""
         try:
             chosen = self.checkpoint_id
@@ -178,7 +178,7 @@ class LoadSource:
         asked = (verify, getattr(self.reader, "verify", None))
         # Ranks compare fingerprints together; of other checks each does its own.
         together = Verify.FINGERPRINT in asked or Verify.FINGERPRINT.value in asked
-        settings = [("verify", "'fingerprint'" if together else "something else")]
+        settings = [("verify", "'fingerprint'" if together else "something else"), *shared]
         return Intent(LOAD, f"load of {place!r}" if place else "load", settings)
 
 

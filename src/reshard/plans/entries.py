@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from reshard.planning.columns import DTYPE_CODES, DTYPES, ChunkTable, Ints, pad_
 from reshard.planning.packing import pack_array, unpack_array
 from reshard.plans.lazy_list import LazyList
 from reshard.plans.lazy_record import lazy_fields
+from reshard.plans.read_items import Casts
 from reshard.plans.write_items import flags_of, properties_from
 
 
@@ -142,6 +144,19 @@ class Located(NamedTuple):
     table: ChunkTable
     tensors: Ints
 
+    def casts_into(self, state_dict: Mapping[str, Any]) -> Casts:
+        """The tensors that have another dtype in `state_dict`: as stored, and there."""
+        is_tensor = self.tensors >= 0
+        names = list(itertools.compress(self.names, is_tensor))
+        stored = self.table.dtypes[self.tensors[is_tensor]]
+        # Without a step of Python per tensor: there may be a million.
+        values = map(state_dict.__getitem__, names)
+        dtypes = map(getattr, values, itertools.repeat("dtype"), itertools.repeat(None))
+        code_of: Callable[[Any, int], int] = DTYPE_CODES.get
+        held = np.fromiter(map(code_of, dtypes, itertools.repeat(-1)), np.int64, len(names))
+        differ = np.flatnonzero((held != stored) & (held >= 0) & (stored >= 0))
+        return {names[i]: (DTYPES[stored[i]], DTYPES[held[i]]) for i in differ.tolist()}
+
     def shapes(self) -> Iterator[tuple[int, ...] | None]:
         """The shape of each tensor; None for values."""
         table, known = self.table, self.tensors >= 0
@@ -196,10 +211,12 @@ def _relocate(entries: Mapping[str, STORAGE_TYPES]) -> Located:
         name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
     }
     row_of = {name: row for row, name in enumerate(tensors)}
+    dtypes = [DTYPE_CODES.get(entry.properties.dtype, -1) for entry in tensors.values()]
+    table = _new_table(tensors, [-1] * len(tensors))
     return Located(
         list(entries),
         [entry.alias_of or name for name, entry in entries.items()],
-        _new_table(tensors, [-1] * len(tensors)),
+        dataclasses.replace(table, dtypes=np.array(dtypes, dtype=np.int64)),
         np.array([row_of.get(name, -1) for name in entries], dtype=np.int64),
     )
 

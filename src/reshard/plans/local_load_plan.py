@@ -49,7 +49,9 @@ def build_read_items(
         raise missing_keys(state_dict.keys(), stored.keys())
     wanted = {fqn: stored[fqn] for fqn in state_dict if fqn in stored}
     located = locate(wanted)
-    return _plan_reads(located, _regions(located, state_dict), whole=True)
+    items = _plan_reads(located, _regions(located, state_dict), whole=True)
+    items.casts = located.casts_into(state_dict)
+    return items
 
 
 def find_tied(wanted: Mapping[str, Any], stored: Container[str]) -> dict[str, str]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from reshard.api import MissingKeyError, ShapeMismatchError
+from reshard.api import DtypeMismatchError, MissingKeyError, ShapeMismatchError
+from reshard.plans.read_items import Casts
 from reshard.tensors.shards import HeldShards, describes_itself, global_shape
 
 _SHOWN = 5
@@ -191,4 +192,20 @@ def shape_mismatch(
         f"{turned if len(saved) > 1 and current == saved[::-1] else ''}{others}\nBuild the model "
         f"with the shape that was saved, or pass exclude=[{_listed(wrong)}] to leave "
         f"{'these' if others else 'it'} as {'they are' if others else 'it is'}."
+    )
+
+
+# Dtypes
+
+
+def dtype_mismatch(casts: Casts) -> DtypeMismatchError:
+    """For a load that would cast tensors and may not."""
+    shown = [
+        f"{name!r} is stored as {stored} and would be loaded into {own}"
+        for name, (stored, own) in list(casts.items())[:_SHOWN]
+    ]
+    others = f"\n{len(casts) - _SHOWN} more would be cast." if len(casts) > _SHOWN else ""
+    return DtypeMismatchError(
+        ".\n".join(shown) + f".{others}\nMake the tensors with the dtypes that were saved, load "
+        'with dtype="cast" to convert them, or leave them as they are with exclude=[...].'
     )

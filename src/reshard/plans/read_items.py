@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -15,6 +15,9 @@ from reshard.planner import LoadItemType, ReadItem
 from reshard.planning.columns import Bools, ChunkTable, Ints
 from reshard.planning.packing import pack_array, pack_compressed, unpack_array, unpack_compressed
 from reshard.plans.lazy_list import LazyList
+
+Casts: TypeAlias = Mapping[str, tuple[torch.dtype, torch.dtype]]
+"""Names of tensors, with the dtype that is stored and the one that they are loaded into."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +79,12 @@ class ReadColumns:
 
 
 class ReadItems(LazyList[ReadItem]):
-    """Read items kept as columns."""
+    """Read items kept as columns. `casts` is known where they were planned, and not sent."""
 
-    def __init__(self, base: ReadColumns) -> None:
+    def __init__(self, base: ReadColumns, casts: Casts | None = None) -> None:
         super().__init__()
         self.base = base
+        self.casts: Casts = {} if casts is None else casts
 
     def _column_length(self) -> int:
         return len(self.base)
@@ -150,6 +154,11 @@ def _read_item(
 def untouched_reads(items: Sequence[ReadItem]) -> ReadItems | None:
     """`items`, if they are columns of which no item was handed out."""
     return items if isinstance(items, ReadItems) and items.untouched else None
+
+
+def planned_casts(items: Sequence[ReadItem]) -> Casts:
+    """The tensors that `items` fill with data of another dtype, as far as that is known."""
+    return items.casts if isinstance(items, ReadItems) else {}
 
 
 def read_columns(items: Sequence[ReadItem]) -> ReadColumns:

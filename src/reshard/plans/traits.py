@@ -93,6 +93,11 @@ def fills_blanks(planner: object) -> bool:
     )
 
 
+def knows_casts(planner: object) -> bool:
+    """Whether it is known, before anything is loaded, which tensors a planner casts."""
+    return load_traits(planner).fills_by_itself and _has_default(planner, "create_local_plan")
+
+
 def reads_item_by_item(reader: object) -> bool:
     """Whether a Hugging Face storage has a way of its own to read an item."""
     return not _has_default(reader, "_process_read_request")

@@ -44,7 +44,9 @@ class OptimizerReport:
     """What a load did with optimizer state.
 
     `missing` is state that the optimizer has but the checkpoint does not. `stateless` are
-    parameters without any state in a checkpoint that has state of others.
+    parameters without any state in a checkpoint that has state of others; `unknown` are those of
+    them that were in no optimizer when it was saved. `groups_missing` are groups that it knows
+    no parameter of.
     """
 
     restored: list[str] = field(default_factory=list)
@@ -52,6 +54,8 @@ class OptimizerReport:
     unexpected: list[str] = field(default_factory=list)
     groups_left: list[str] = field(default_factory=list)
     stateless: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    groups_missing: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -115,6 +119,7 @@ class OptimizerStates:
         self._check_apart()
         self._new_names: dict[str, str] = {}
         self._in_parts: set[str] = set()
+        self._stored_groups: set[str] = set()
         self.report = OptimizerReport()
 
     def _check_apart(self) -> None:
@@ -186,6 +191,7 @@ class OptimizerStates:
         self._new_names = _new_names(metadata, prefix, entries)
         composites = _composites(metadata, prefix, entries)
         self._in_parts = set()
+        self._stored_groups = {str(path[1]) for path, _ in entries if path[0] == "groups"}
         for path, entry in entries:
             if composites and any(path[:depth] in composites for depth in range(3, len(path))):
                 continue
@@ -276,6 +282,8 @@ class OptimizerStates:
             for group in groups.values()
             for name in group.get("params", ())
         }
+        if settings:
+            self.report.unknown = [n for n in self.report.stateless if n not in settings]
         for part in self._parts:
             if part.fsdp1 is not None:
                 common = part.common | loaded.get("common", {}).get(part.key, {})
@@ -322,6 +330,9 @@ class OptimizerStates:
         label = f"{names[0]} and {len(names) - 1} others" if names else "an empty group"
         if not found:
             self.report.groups_left.append(label)
+            if _names_key(names) not in self._stored_groups:
+                # Not one that is stored, and that the caller chose not to load.
+                self.report.groups_missing.append(label)
             return {}
         apart = {id(each): each for each in found}
         if len({encode_value(each) for each in apart.values()}) > 1:

@@ -177,6 +177,20 @@ class TrainState:
                 logger.warning("loading %r: %s %s", key, what, ", ".join(parts))
         return template
 
+    def missing_names(self, key: str) -> list[str]:
+        """What the checkpoint does not have of this object, under the names that a save gives.
+
+        Called by `load`, when the template is made and when it was loaded: which groups and
+        parameters an optimizer had is stored as a value.
+        """
+        found, optimizer = self.report.missing, self.report.optimizer
+        names = [f"{key}.{part}" for part in found]
+        if "optimizer" not in found:
+            names += [f"{key}.optimizer.state.{label}" for label in optimizer.missing]
+            names += [f"{key}.optimizer.state.{name}" for name in optimizer.unknown]
+            names += [f"{key}.optimizer.groups.{label}" for label in optimizer.groups_missing]
+        return list(dict.fromkeys(names))
+
     def pruned(
         self, template: dict[str, Any], key: str, unwanted: Callable[[str], bool]
     ) -> tuple[dict[str, Any], list[str]]:
