@@ -431,3 +431,11 @@ def test_an_answer_that_breaks_off_is_not_completed_by_another_object(
 
     s3_proxy.script = script
     assert get(through(s3, s3_proxy), "a") == b"2" * nbytes
+
+
+@pytest.mark.parametrize(
+    "options", [{"concurrency": -3}, {"retry_seconds": "x"}, {"retry_seconds": 0.0}]
+)
+def test_a_setting_that_is_no_number_to_use_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is a positive number"):
+        ObjectStore("s3://bucket/run", options)

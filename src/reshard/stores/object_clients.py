@@ -82,8 +82,8 @@ class Clients:
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self._api = _obstore()
         self._errors = importlib.import_module("obstore.exceptions")
-        self.retry_seconds = float(options.get("retry_seconds") or _RETRY_SECONDS)
-        self.concurrency = int(options.get("concurrency") or _CONCURRENCY)
+        self.retry_seconds = _positive(options, "retry_seconds", _RETRY_SECONDS)
+        self.concurrency = max(1, int(_positive(options, "concurrency", _CONCURRENCY)))
         self.root = _root_of(url)
         given = options.get("store")
         config = {name: value for name, value in options.items() if name not in _OWN_OPTIONS}
@@ -422,6 +422,16 @@ class Upload:
         except UnreachableError:
             self._is_reachable = False
             raise
+
+
+def _positive(options: Mapping[str, Any], name: str, default: float) -> float:
+    """A setting of our own."""
+    value = options.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} in storage_options is a positive number, not {value!r}")
+    return float(value)
 
 
 def _root_of(url: str) -> str:
