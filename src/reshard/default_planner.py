@@ -280,7 +280,6 @@ class DefaultLoadPlanner(LoadPlanner):
         self.state_dict = flat
         self.metadata = metadata
         self.is_coordinator = is_coordinator
-        self.casts = {}
         self._reader = DTensorReader()
 
     @default_step

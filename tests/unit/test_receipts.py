@@ -181,6 +181,18 @@ def test_an_optimizer_that_is_excluded_is_not_missing(tmp_path: Path) -> None:
     receipt = receipt_of({"train": train()}, tmp_path, exclude=["train.optimizer.*"])
     assert receipt.totals_by_group["train.optimizer"].keys() == {"excluded"}
     assert {*fates(receipt).values()} == {"excluded"}
+    group = next(name.split(".")[3] for name in receipt.others if ".groups." in name)
+    receipt = receipt_of(
+        {"train": train()}, tmp_path, exclude=[f"train.optimizer.groups.{group}.*"]
+    )
+    assert {*fates(receipt).values()} == {"excluded"}
+
+
+def test_a_part_that_is_excluded_is_not_missing_where_nobody_saved_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save({"train": TrainState(model, rng=False)}, tmp_path)
+    receipt = receipt_of({"train": TrainState(model)}, tmp_path, exclude=["train.rng*"])
+    assert fates(receipt) == {"train.rng": "excluded"}
 
 
 def test_parts_that_nobody_saved_are_missing_and_the_run_goes_on(tmp_path: Path) -> None:

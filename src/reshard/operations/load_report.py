@@ -18,10 +18,11 @@ class LoadReport:
     left as they were, those of a `TrainState` included; `unexpected` are keys of the checkpoint
     that nobody asked for; `excluded` are those that the caller did not want. `dropped` are values
     that differ by rank and were left as they were, since the number of ranks has changed. `casts`
-    are tensors that were filled from another dtype, with the stored one and their own; unknown,
-    and empty, with planners that fill tensors in a way of their own. `verified` is the number of
-    tensors that all ranks together hold as they were saved, by their fingerprints. `requests` is
-    how many were made to a remote store.
+    are tensors that were filled from another dtype, with the stored one and their own. They do not
+    include tensors that consist of others, such as quantised ones, which their class converts; and
+    are unknown, and empty, with planners that fill tensors in a way of their own. `verified` is the
+    number of tensors that all ranks together hold as they were saved, by their fingerprints.
+    `requests` is how many were made to a remote store.
 
     `nbytes` is what this rank wanted; `bytes_read` what it took from the shard files in the
     store, for itself and for other ranks; `bytes_received` what other ranks read for it.
