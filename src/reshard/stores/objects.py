@@ -178,6 +178,9 @@ class ObjectStore:
     def at(self, location: str) -> ObjectStore:
         return ObjectStore(location_at(self.location, location), clients=self._clients)
 
+    def folders(self) -> Sequence[str]:
+        return sorted(self._folders(self._prefix))
+
     def neighbours(self) -> Sequence[str]:
         parent, _, name = self._prefix.rpartition("/")
         beside = [f"../{each}" for each in self._folders(parent)]
