@@ -145,7 +145,7 @@ class Decider:
             save=save,
             last_step=self._last,
             is_pending=bool(self._under_way),
-            next_check=step + self._steps_to_wait(step),
+            next_check=step + (self._steps_to_wait(step) if len(arrivals) > 1 else 1),
             is_preempted=self._preempted_at is not None,
             failed=failed,
         )
