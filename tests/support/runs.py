@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import time
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
+from reshard.runs.holding import HOLDER, Holder
+from reshard.stores import owners
 
 ROWS = 12
 
@@ -62,25 +66,12 @@ def damage(place: str | os.PathLike[str]) -> None:
         file.write(bytes([last[0] ^ 0xFF]))
 
 
-HOLD = """
-import sys, time
-from reshard import CheckpointManager
-manager = CheckpointManager(sys.argv[1])
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def holding_process(root: str | os.PathLike[str]) -> subprocess.Popen[str]:
-    """Another job that holds a root until it is ended."""
-    job = subprocess.Popen(
-        [sys.executable, "-c", HOLD, os.fspath(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert job.stdout is not None
-    assert job.stdout.readline() == "held\n"
+def holding_process(root: str | os.PathLike[str]) -> subprocess.Popen[bytes]:
+    """Another job on this machine that holds a root, until it is ended."""
+    job = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    now = time.time()
+    holder = Holder("here", job.pid, owners._tag_of(job.pid), now, now, "token")
+    Path(root, HOLDER).write_bytes(msgspec.json.encode(holder))
     return job
 
 

@@ -96,6 +96,21 @@ def test_a_save_in_another_process_is_committed_too(tmp_path: Path) -> None:
     reshard.close()
 
 
+def test_a_run_may_live_in_any_file_system_of_fsspec(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    root = f"memory://{tmp_path.name}/{os.getpid()}/run"
+    assert saved_steps(root, 5, keep=Latest(2) | Best("loss")) == [1, 4, 5]
+    state = plain_state()
+    with CheckpointManager(root, keep=Latest(1)) as manager:
+        assert manager.restore(state) == 5
+        assert is_at(state, 5)
+        manager.pin(1)
+        with pytest.raises(CheckpointInUseError, match="held by another job"):
+            CheckpointManager(root)
+        manager.save(6, plain_state(6))
+        assert manager.steps() == [1, 6]
+
+
 def test_a_clock_decides_by_the_time_since_the_last_save(tmp_path: Path) -> None:
     clock = Clock()
     with CheckpointManager(tmp_path, EveryMinutes(1), clock=clock) as manager:
