@@ -14,7 +14,7 @@ import reshard
 from reshard import CheckpointManager, EveryMinutes, EverySteps, Latest
 from reshard.operations import ranks as ranks_module
 from support.object_servers import Place
-from support.ranks import run_ranks
+from support.ranks import run_alone, run_ranks
 from support.runs import Clock, damage, holding_process, is_at, set_step, sharded_state
 
 Options = dict[str, Any]
@@ -139,6 +139,27 @@ def be_preempted(root: str, mode: Any) -> tuple[list[int], bool, list[int]]:
 @pytest.mark.parametrize("mode", ["sync", "thread"])
 def test_a_signal_to_one_rank_makes_all_save_and_leave(mode: str, tmp_path: Path) -> None:
     assert run_ranks(2, be_preempted, str(tmp_path), mode) == [([5], True, [5])] * 2
+
+
+def end_a_forked_child(root: str) -> int:
+    with CheckpointManager(root, on_preemption=True):
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if child == 0:
+            # Signals that come while a process is forked are lost.
+            os.write(sender, b"ready")
+            while True:
+                signal.pause()
+        os.read(receiver, 5)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_such_as_a_worker_of_a_dataloader_can_still_be_ended(
+    tmp_path: Path,
+) -> None:
+    assert run_alone(end_a_forked_child, str(tmp_path)) == -signal.SIGTERM
 
 
 # Resuming

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from types import FrameType
@@ -23,6 +24,7 @@ class PreemptionWatch:
                 "manager there"
             )
         self.signalled = False
+        self._pid = os.getpid()
         self._before: dict[int, Any] = {}
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
@@ -30,9 +32,12 @@ class PreemptionWatch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
         before = self._before.get(number)
-        # Not the default action, which would end the process before it has saved.
         if callable(before):
             before(number, frame)
+        elif os.getpid() != self._pid and before is not signal.SIG_IGN:
+            # A forked child, such as a worker of a dataloader, is to end. It saves nothing.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def close(self) -> None:
         """Put back the handlers that were there, unless somebody has replaced this one."""
