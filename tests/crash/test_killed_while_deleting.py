@@ -74,7 +74,7 @@ AFTERWARDS = {
 
 
 def do(job: str, root: Path, system: Any) -> None:
-    upkeep.LocalStore = lambda place: LocalStore(place, system)  # type: ignore[assignment,misc]
+    upkeep.open_place = lambda place, _: LocalStore(place, system)  # type: ignore[assignment]
     JOBS[job](root)
 
 
