@@ -6,6 +6,7 @@ from reshard.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from reshard.filesystem import FileSystemReader, FileSystemWriter
 from reshard.fsspec_filesystem import FsspecReader, FsspecWriter
 from reshard.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from reshard.manager import CheckpointManager, Restored
 from reshard.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -16,6 +17,17 @@ from reshard.object_storage import ObjectStoreReader, ObjectStoreWriter
 from reshard.optimizer import load_sharded_optimizer_state_dict
 from reshard.patching import patch
 from reshard.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from reshard.policies import (
+    AtSteps,
+    Best,
+    EveryMinutes,
+    EverySteps,
+    KeepPolicy,
+    Latest,
+    LatestFor,
+    Newer,
+    SavePolicy,
+)
 from reshard.protocol import CheckpointableTensor
 from reshard.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from reshard.rank_values import per_rank
@@ -31,30 +43,41 @@ from reshard.state_dict_saver import async_save, close, prewarm, save, save_stat
 from reshard.storage import StorageReader, StorageWriter
 
 __all__ = [
+    "AtSteps",
+    "Best",
     "BytesStorageMetadata",
     "CheckpointException",
+    "CheckpointManager",
     "CheckpointableTensor",
     "ChunkStorageMetadata",
     "Comparison",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "EveryMinutes",
+    "EverySteps",
     "FileSystemReader",
     "FileSystemWriter",
     "FsspecReader",
     "FsspecWriter",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "KeepPolicy",
+    "Latest",
+    "LatestFor",
     "LoadPlan",
     "LoadPlanner",
     "LoadReceipt",
     "LoadReport",
     "Metadata",
+    "Newer",
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "QuantizedHuggingFaceStorageReader",
     "ReadItem",
+    "Restored",
     "SavePlan",
     "SavePlanner",
+    "SavePolicy",
     "StorageReader",
     "StorageWriter",
     "TensorStorageMetadata",

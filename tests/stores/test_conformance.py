@@ -419,6 +419,16 @@ class StoreTests:
         assert store.at("../nothing").list() == []
         assert store.at("../nothing").version("a") is None
 
+    def test_folders_are_all_places_within_this_one(self, store: Store) -> None:
+        assert list(store.folders()) == []
+        store.create()
+        for name in ("x", "y"):
+            inner = store.at(name)
+            inner.create()
+            put(inner, "a", b"1")
+
+        assert list(store.folders()) == ["x", "y"]
+
     def test_neighbours_are_all_places_beside_this_one_and_itself(self, store: Store) -> None:
         store.create()
         put(store, "a", b"1")

@@ -17,7 +17,8 @@ tomllib = pytest.importorskip("tomllib")
 ROOT = Path(reshard.__file__).parent
 REPOSITORY = ROOT.parents[1]
 DOORS_OF_DCP = {module.name for module in pkgutil.iter_modules(dcp.__path__)}
-OUR_DOORS = {"__init__", "checkpoints", "object_storage", "patching", "rank_values"}
+OUR_DOORS = {"__init__", "checkpoints", "manager", "object_storage", "patching", "policies"}
+OUR_DOORS |= {"rank_values"}
 DOORS_OF_NEWER_DCP = {"fsspec_filesystem", "protocol"}
 """Of torch 2.15."""
 DOORS_OF_NEWER_DCP |= {"_consolidate_hf_safetensors", "_pg_transport", "quantized_hf_storage"}

@@ -1,4 +1,5 @@
-"""Who has announced to save to a place or to delete it, and whether that may still be going on.
+"""Who has announced to save to a place, to read it or to delete it, and whether that may still be
+going on.
 
 Processes of this machine are looked up. Of others nothing is known but when they announced it:
 after a day they are taken for dead.
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard.checkpoint.directory import CLAIM, DELETION
+from reshard.checkpoint.directory import CLAIM, DELETION, READING
 from reshard.stores.owners import is_alive
 from reshard.stores.protocol import CutShortError, Store
 
@@ -33,6 +34,14 @@ def deletions_in(store: Store) -> Iterator[str]:
     """The announcements of deletions of a place that may be going on."""
     for key in store.list():
         match = DELETION.fullmatch(key)
+        if match and may_be_alive(store, key, match[1]):
+            yield key
+
+
+def readings_in(store: Store) -> Iterator[str]:
+    """The announcements of readers of a place that may be at it."""
+    for key in store.list():
+        match = READING.fullmatch(key)
         if match and may_be_alive(store, key, match[1]):
             yield key
 

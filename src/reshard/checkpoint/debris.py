@@ -11,13 +11,21 @@ import logging
 from collections.abc import Callable, Collection
 
 from reshard.api import CheckpointInUseError, CheckpointNotFoundError, UnsupportedFormatError
-from reshard.checkpoint.announcements import announcer, claims_in, deletions_in, may_be_alive
+from reshard.checkpoint.announcements import (
+    announcer,
+    claims_in,
+    deletions_in,
+    may_be_alive,
+    readings_in,
+)
 from reshard.checkpoint.dependents import dependents_of, files_in_use
 from reshard.checkpoint.directory import (
     CLAIM,
     DELETION,
     MANIFEST,
     PART,
+    PIN,
+    READING,
     SHARD_FILE,
     delete_quietly,
     deletion_name,
@@ -85,7 +93,7 @@ def _withdraw_dead(store: Store, claim: str) -> bool:
 
 
 def check_deletable(store: Store) -> None:
-    """Refuse to delete a checkpoint that is being written, or that others refer to."""
+    """Refuse to delete a checkpoint that is in use, pinned, or that others refer to."""
     _check_free(store)
     if dependents := dependents_of(store):
         raise CheckpointInUseError(_describe(store, dependents))
@@ -145,10 +153,10 @@ def delete_checkpoint(store: Store, make_whole: Callable[[Store], object] | None
 
 
 def _is_of_a_checkpoint(store: Store, key: str) -> bool:
-    """Whether a file is of a checkpoint, of a save, or of a deletion that ended early."""
-    deletion = DELETION.fullmatch(key)
-    if deletion:
-        return not may_be_alive(store, key, deletion[1])
+    """Whether a file is of a checkpoint, of a save, or of a deletion or a reader that is gone."""
+    announced = DELETION.fullmatch(key) or READING.fullmatch(key)
+    if announced:
+        return not may_be_alive(store, key, announced[1])
     return key == MANIFEST or any(each.fullmatch(key) for each in (SHARD_FILE, PART, CLAIM))
 
 
@@ -157,6 +165,17 @@ def _check_free(store: Store) -> None:
         who, if_gone = announcer(store, claim)
         raise CheckpointInUseError(
             f"a save to {store.location} is under way ({who}). Wait for it to end. {if_gone}"
+        )
+    for reading in readings_in(store):
+        who, if_gone = announcer(store, reading)
+        raise CheckpointInUseError(
+            f"{store.location} is being read ({who}). Wait for that to end. {if_gone}"
+        )
+    if store.version(PIN) is not None:
+        who, _ = announcer(store, PIN)
+        raise CheckpointInUseError(
+            f"{store.location} is pinned ({who}). Unpin it first, with CheckpointManager.unpin or "
+            f"by removing {PIN!r} from it"
         )
 
 

@@ -47,6 +47,9 @@ _TAIL_BYTES = 64
 _AHEAD_BYTES = 16 << 20
 """Enough for most manifests."""
 DELETION = re.compile(rf"\.metadata\.({OWNER})\.deleting")
+READING = re.compile(rf"\.metadata\.({OWNER})\.reading")
+PIN = ".metadata.pinned"
+"""A checkpoint with this file is not deleted."""
 
 
 # Names
@@ -74,6 +77,11 @@ def deletion_name() -> str:
     return f"{MANIFEST}.{owner_tag()}.deleting"
 
 
+def reading_name() -> str:
+    """The file that says that this process is reading the checkpoint, which must stay."""
+    return f"{MANIFEST}.{owner_tag()}.reading"
+
+
 def claim_name(save_id: str) -> str:
     """The file that says that this process is saving, and becomes the manifest."""
     return f"{MANIFEST}.{token_of(save_id)}.{owner_tag()}.draft"
@@ -85,6 +93,15 @@ _SAVING, _REFERS_TO = "is saving here", "refers to "
 def deletion_text() -> bytes:
     """What the announcement of a deletion says to a person who looks."""
     return f"{socket.gethostname()}, process {os.getpid()}, is deleting this\n".encode()
+
+
+def reading_text() -> bytes:
+    """What the announcement of a reader says to a person who looks."""
+    return f"{socket.gethostname()}, process {os.getpid()}, is reading this\n".encode()
+
+
+def pin_text() -> bytes:
+    return f"{socket.gethostname()}, process {os.getpid()}, is keeping this\n".encode()
 
 
 def claim_text(refers_to: Sequence[str]) -> bytes:

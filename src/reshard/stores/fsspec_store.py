@@ -446,6 +446,9 @@ class FsspecStore:
         url = f"{scheme}{mark}{slash}{posixpath.normpath(f'/{rest}/{location}').lstrip('/')}"
         return FsspecStore(self._connection, posixpath.normpath(f"{self._root}/{location}"), url)
 
+    def folders(self) -> Sequence[str]:
+        return sorted(self._folders(self._root))
+
     def neighbours(self) -> Sequence[str]:
         parent, name = posixpath.split(self._root)
         above, own = posixpath.split(parent)

@@ -225,6 +225,10 @@ class LocalStore:
     def at(self, location: str) -> LocalStore:
         return LocalStore(os.path.realpath(f"{self.location}/{location}"), self._system)
 
+    def folders(self) -> Sequence[str]:
+        # Not `is_dir` of the entry, which raises for links that lead in a circle.
+        return [name for name in self.list() if os.path.isdir(self._path(name))]
+
     def neighbours(self) -> Sequence[str]:
         parent, name = os.path.split(os.path.realpath(self.location))
         above, own = os.path.split(parent)

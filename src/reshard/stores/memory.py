@@ -92,8 +92,14 @@ class MemoryStore:
         return "." if name == self.location else f"../{name}"
 
     def at(self, location: str) -> MemoryStore:
-        name = location.removeprefix("../")
+        beside = location.removeprefix("../")
+        name = beside if beside != location else f"{self.location}/{location}"
         return self._root.get(name) or MemoryStore(name, self._root)
+
+    def folders(self) -> Sequence[str]:
+        own = f"{self.location}/"
+        within = (name.removeprefix(own) for name in self._root if name.startswith(own))
+        return sorted(name for name in within if "/" not in name)
 
     def neighbours(self) -> Sequence[str]:
         return sorted(f"../{name}" for name in self._root)

@@ -185,6 +185,9 @@ class ObjectStore:
     def at(self, location: str) -> ObjectStore:
         return ObjectStore(location_at(self.location, location), clients=self._clients)
 
+    def folders(self) -> Sequence[str]:
+        return sorted(self._folders(self._prefix))
+
     def neighbours(self) -> Sequence[str]:
         if not self._prefix:
             # Beside a bucket are other buckets, which nothing refers to.

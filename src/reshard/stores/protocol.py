@@ -170,6 +170,9 @@ class Store(Protocol):
     def at(self, location: str) -> Store:
         """The place that `relative` gave a location for."""
 
+    def folders(self) -> Sequence[str]:
+        """The names of the places right within this one; none if it does not exist."""
+
     def neighbours(self) -> Sequence[str]:
         """The locations of all places beside this one, this one included.
 

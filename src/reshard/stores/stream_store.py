@@ -159,6 +159,10 @@ class StreamStore:
     def at(self, location: str) -> StreamStore:
         return StreamStore(self._fs, location_at(self.location, location), self._probed)
 
+    def folders(self) -> Sequence[str]:
+        """All names: nothing tells a file from a directory."""
+        return _names_in(self._fs, self._root) if hasattr(self._fs, "ls") else []
+
     def neighbours(self) -> Sequence[str]:
         if not hasattr(self._fs, "ls"):
             raise OSError(errno.ENOTSUP, "the file system has no ls to list places", self.location)
