@@ -173,9 +173,7 @@ def overlap(mesh: Any, box: Path, size: int) -> dict[str, Any]:
     beside_prewarm = loop.step()
     warming.result()
     tensors = loop.tensors()
-    twin = [torch.empty_like(each).fill_(1) for each in tensors]
-    copies = [timed(lambda: copy_all(twin, tensors)) for _ in range(3)]
-    del twin
+    copies = copy_seconds(tensors)
     loop.lengthen(2 * min(copies))
     alone = [loop.step() for _ in range(3)]
     stalls, passes, calls = [], [], []
@@ -202,6 +200,11 @@ def overlap(mesh: Any, box: Path, size: int) -> dict[str, Any]:
             "passes beside prewarm": beside_prewarm["passes"],
         }
     }
+
+
+def copy_seconds(tensors: list[torch.Tensor]) -> list[float]:
+    twin = [torch.empty_like(each).fill_(1) for each in tensors]
+    return [timed(lambda: copy_all(twin, tensors)) for _ in range(3)]
 
 
 def slowest(seconds: float) -> float:
