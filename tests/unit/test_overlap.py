@@ -139,6 +139,20 @@ def test_a_step_in_another_thread_waits(held: HeldCopies, tmp_path: Path) -> Non
     check(tmp_path, saving)
 
 
+def test_a_hook_that_another_thread_steps_through_is_not_taken_away_from_it(
+    held: HeldCopies, tmp_path: Path
+) -> None:
+    training = Training()
+    for number in range(2):
+        saving = training.start_save(tmp_path / str(number))
+        stepping = threading.Thread(target=training.optimizer.step)
+        stepping.start()
+        stepping.join(SECONDS)
+        check(tmp_path / str(number), saving)
+        reshard.close()
+    assert len(training.optimizer._optimizer_step_pre_hooks) == 1
+
+
 def test_what_is_owned_by_the_optimizer_that_steps_first_is_copied_first(
     held: HeldCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,9 +275,9 @@ class LateCopies:
         """Wait for the copies, and remove the hooks."""
         self.finish()
         with self._lock:
-            for hook in self._hooks.values():
-                hook.remove()
-            self._hooks.clear()
+            for optimizer, hook in list(self._hooks.items()):
+                if hook.remove():
+                    del self._hooks[optimizer]
 
 
 class _Hook:
@@ -296,10 +296,12 @@ class _Hook:
         # In a forked child nothing is left to wait for.
         late_copies().finish(optimizer)
 
-    def remove(self) -> None:
+    def remove(self) -> bool:
         """Remove the hook, unless another thread steps, which may be going through the hooks."""
-        if self._thread in (None, threading.get_ident()):
+        is_safe = self._thread in (None, threading.get_ident())
+        if is_safe:
             self._handle.remove()
+        return is_safe
 
 
 late_copies = ProcessWide(LateCopies, LateCopies.close)
