@@ -6,6 +6,7 @@ take turns in the same processes, and the best of several rounds counts.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -24,8 +25,10 @@ from rich.table import Table
 from save_load import Shard, leaves, make_state
 
 import reshard
+from reshard.background.overlap import LateCopy
 from reshard.background.worker import worker_of_this_process
 from reshard.state_dict_saver import AsyncCheckpointerType
+from reshard.training import TrainState
 
 KINDS = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}
 BARS = {
@@ -33,6 +36,9 @@ BARS = {
     "stall, process": 1.3,
     "first stall after prewarm, thread": 1.5,
     "first stall after prewarm, process": 1.5,
+    "stall, overlap": 0.15,
+    "first stall, overlap": 1.2 * 0.15,
+    "first stall after prewarm in the background, over later ones": 1.2,
     "step while saving, thread": 1.5,
     "step while saving, process": 1.25,
     "memory after 20 saves, thread": 1.02,
@@ -93,6 +99,134 @@ def first_stall(kind: str) -> Callable[[Any, Path, int], dict[str, Any]]:
         return {f"first stall, {kind}": {"copy": min(copies), kind: took}}
 
     return job
+
+
+class Model(torch.nn.Module):
+    """Layers of megabytes, trained by AdamW: `size` megabytes with the state of that."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        width = 1024
+        count = max(1, size * 10**6 // (3 * 4 * width * width))
+        self.layers = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.rand(width, width) / width) for _ in range(count)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x @ layer
+        return x.sum()
+
+
+class Loop:
+    """A training loop that accumulates gradients."""
+
+    def __init__(self, size: int) -> None:
+        self.model = Model(size)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        # Each rank has layers of its own, as in a pipeline.
+        self.state = {f"stage-{dist.get_rank()}": TrainState(self.model, self.optimizer)}
+        self.rows, self.passes = 64, 1
+        self.pass_once()
+        self.optimizer.step()
+
+    def pass_once(self) -> None:
+        self.model(torch.rand(self.rows, 1024)).backward()
+
+    def tensors(self) -> list[torch.Tensor]:
+        states = [each for state in self.optimizer.state.values() for each in state.values()]
+        return [each.detach() for each in self.model.parameters()] + states
+
+    def lengthen(self, seconds: float) -> None:
+        """Accumulate gradients until a step takes at least `seconds`."""
+        took = timed(self.pass_once)
+        self.passes = max(1, math.ceil(seconds / took))
+
+    def step(self) -> dict[str, float]:
+        """How long the passes took, and the step, which may wait for a copy."""
+        begin = time.perf_counter()
+        for _ in range(self.passes):
+            self.pass_once()
+        passed = time.perf_counter()
+        self.optimizer.step()
+        stepped = time.perf_counter()
+        self.optimizer.zero_grad()
+        return {"passes": passed - begin, "step": stepped - passed}
+
+
+def overlap(mesh: Any, box: Path, size: int) -> dict[str, Any]:
+    """What a save takes from a training loop whose steps are longer than a copy.
+
+    That is the call and what the step then waits for. How much longer the passes beside it take
+    is recorded on its own: the copy needs a core and memory bandwidth.
+    """
+    waited: list[float] = []
+
+    def note_wait(copy: Any, optimizer: Any = None) -> None:
+        begin = time.perf_counter()
+        plain_wait(copy, optimizer)
+        waited.append(time.perf_counter() - begin)
+
+    plain_wait, LateCopy.wait = LateCopy.wait, note_wait  # type: ignore[method-assign]
+    loop = Loop(size // mesh.size())
+    warming = reshard.prewarm(loop.state, background=True)
+    beside_prewarm = loop.step()
+    warming.result()
+    tensors = loop.tensors()
+    copies = copy_seconds(tensors)
+    loop.lengthen(2 * min(copies))
+    alone = [loop.step() for _ in range(3)]
+    stalls, passes, calls = [], [], []
+    for number in range(5):
+        path = fresh(box / "overlap")
+        waited.clear()
+        begin = time.perf_counter()
+        saving = reshard.async_save(loop.state, checkpoint_id=path, staging="overlap")
+        calls.append(time.perf_counter() - begin)
+        passes.append(loop.step()["passes"])
+        stalls.append(slowest(calls[-1] + sum(waited)))
+        saving.upload_completion.result()  # type: ignore[union-attr]
+        for _ in range(number == 0):
+            loop.step()
+    return {
+        "overlap": {
+            "copy": min(copies),
+            "first": stalls[0],
+            "later": min(stalls[1:]),
+            "worst later": max(stalls[1:]),
+            "call": min(calls[1:]),
+            "passes alone": min(each["passes"] for each in alone),
+            "passes beside a copy": min(passes[1:]),
+            "passes beside prewarm": beside_prewarm["passes"],
+        }
+    }
+
+
+def copy_seconds(tensors: list[torch.Tensor]) -> list[float]:
+    twin = [torch.empty_like(each).fill_(1) for each in tensors]
+    return [timed(lambda: copy_all(twin, tensors)) for _ in range(3)]
+
+
+def slowest(seconds: float) -> float:
+    """The time of the rank that took longest."""
+    found = torch.tensor(seconds)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def prewarmed(mesh: Any, box: Path, size: int) -> dict[str, Any]:
+    """The first save after memory was taken in the background, and later ones."""
+    state = make_state(mesh, [Shard(0)], size)
+    reshard.prewarm(state, background=True).result()
+    took = []
+    for _ in range(5):
+        path = fresh(box / "prewarmed")
+        futures: list[Any] = []
+        took.append(
+            timed(lambda: futures.append(reshard.async_save(state, checkpoint_id=path)))  # noqa: B023
+        )
+        futures[0].result()
+    return {"prewarmed": {"copy": min(took[1:]), "first": took[0]}}
 
 
 def dcp_stall(mesh: Any, box: Path, size: int) -> dict[str, Any]:
@@ -195,6 +329,14 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
         first = results.get(f"first stall, {kind}")
         if first:
             found[f"first stall after prewarm, {kind}"] = first[kind] / first["copy"]
+        if "overlap" in results:
+            times = results["overlap"]
+            found["stall, overlap"] = times["later"] / times["copy"]
+            found["first stall, overlap"] = times["first"] / times["copy"]
+        if "prewarmed" in results:
+            found["first stall after prewarm in the background, over later ones"] = first_ratio(
+                results["prewarmed"]
+            )
         if "step" in results:
             found[f"step while saving, {kind}"] = results["step"][kind] / results["step"]["alone"]
         if "memory" in results:
@@ -210,6 +352,13 @@ def show(console: Console, results: dict[str, Any]) -> None:
     for name, ratio in ratios(results).items():
         table.add_row(name, f"{ratio:.2f}", f"{BARS[name]:.2f}")
     console.print(table)
+    if "overlap" in results:
+        times = results["overlap"]
+        slower = times["passes beside a copy"] / times["passes alone"] - 1
+        console.print(
+            f"staging='overlap': the call takes {times['call'] * 1e3:.0f} ms; forward and backward "
+            f"passes of {times['passes alone']:.2f} s take {slower:.0%} longer beside a copy"
+        )
     if "DCP stall" in results and "stall" in results:
         copy = results["stall"]["copy"]
         theirs = results["DCP stall"]
@@ -242,6 +391,8 @@ OWN_JOBS: dict[str, Callable[[Any, Path, int], dict[str, Any]]] = {
     "stalls": stalls,
     "first, thread": first_stall("thread"),
     "first, process": first_stall("process"),
+    "overlap": overlap,
+    "first, in the background": prewarmed,
     "memory": memory,
     "steps": steps,
     "DCP": dcp_stall,

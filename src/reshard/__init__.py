@@ -39,7 +39,14 @@ from reshard.state_dict_loader import (
     read_state_dict,
     read_tensor,
 )
-from reshard.state_dict_saver import async_save, close, prewarm, save, save_state_dict
+from reshard.state_dict_saver import (
+    async_save,
+    close,
+    finish_staging,
+    prewarm,
+    save,
+    save_state_dict,
+)
 from reshard.storage import StorageReader, StorageWriter
 
 __all__ = [
@@ -86,6 +93,7 @@ __all__ = [
     "close",
     "convert",
     "delete",
+    "finish_staging",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",

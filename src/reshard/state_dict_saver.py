@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -10,10 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
+from reshard.background.overlap import late_copies
 from reshard.background.queue import WhenBusy, save_queue
-from reshard.background.trainer import BackgroundOptions, save_later
+from reshard.background.trainer import BackgroundOptions, Staging, save_later
 from reshard.background.worker import worker_of_this_process
 from reshard.coordination.store_channel import DEFAULT_TIMEOUT_SECONDS
 from reshard.engine.process_wide import release_all
@@ -35,6 +38,7 @@ __all__ = [
     "AsyncSaveResponse",
     "async_save",
     "close",
+    "finish_staging",
     "prewarm",
     "save",
     "save_state_dict",
@@ -180,6 +184,8 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
     async_stager: AsyncStager | None = None,
+    staging: Staging = "blocking",
+    optimizers: Sequence[torch.optim.Optimizer] | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
     base: str | os.PathLike[str] | None = None,
@@ -197,6 +203,14 @@ def async_save(
     Called by the same ranks as `save`. Returns when the state is copied away and may be
     changed: a future of the metadata that `save` would return. If the stager copies in
     the background it returns at once, with an `AsyncSaveResponse`.
+
+    With `staging="overlap"`, parameters and optimizer state are copied beside the next forward
+    and backward pass, and the rest before the call returns an `AsyncSaveResponse`. A hook before
+    `optimizer.step()` waits for what is left, and so do `load` and `close`. Whoever changes
+    parameters or optimizer state in another way calls `finish_staging` before; if that is
+    forgotten, the save fails rather than store a mixture. The optimizers are those of `TrainState`
+    and other values of the state dict, or are passed as `optimizers`; what is owned by others, or
+    by one that calls no hooks, is copied before the call returns.
 
     Saves of one process run one after the other. While one runs and another waits, a
     third call blocks until one of them is done, or raises `BusyError` with
@@ -224,6 +238,8 @@ def async_save(
             in_process=kind is AsyncCheckpointerType.PROCESS,
             stager=async_stager,
             when_busy=when_busy,
+            staging=staging,
+            optimizers=optimizers,
         ),
         SaveSettings(
             use_collectives=use_collectives,
@@ -238,20 +254,50 @@ def async_save(
     return save.future if save.staging is None else AsyncSaveResponse(save.staging, save.future)
 
 
+def finish_staging() -> None:
+    """Block until parameters and optimizer state may be changed.
+
+    That is until all is copied that an `async_save` with `staging="overlap"` left for later. Steps
+    of optimizers wait by themselves. A copy that failed is over too; its save raises the reason.
+    """
+    late_copies().finish()
+
+
 def prewarm(
     state_dict: STATE_DICT_TYPE,
     *,
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
-) -> None:
+    background: bool = False,
+) -> Future[None]:
     """Get ready to `async_save` such a state dict: the first will be as fast as the next.
 
     Takes the staging memory, and starts the worker process if one is asked for. No ranks
     wait for each other, unless `Stateful` values do that when they are asked for their
-    state.
+    state. Optimizers have no state before their first step, so it is best called after that.
+
+    With `background` it returns at once, and memory is taken while training goes on; the future
+    that is returned tells when that is done, or why it failed. A save that comes before waits.
     """
-    if AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS:
-        worker_of_this_process().start()
-    staging_pool().prewarm(ask_for_states(state_dict))
+    in_process = AsyncCheckpointerType(async_checkpointer_type) is AsyncCheckpointerType.PROCESS
+    take_memory = staging_pool().plan_prewarm(ask_for_states(state_dict))
+    done: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            take_memory()
+            if in_process:
+                worker_of_this_process().start()
+        except BaseException as error:  # noqa: BLE001 - raised by the future
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    if background:
+        threading.Thread(target=work, name="reshard-prewarm", daemon=True).start()
+    else:
+        work()
+        done.result()
+    return done
 
 
 def close() -> None:

@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from reshard.api import StateDictError, UnsupportedLayoutError
 from reshard.rank_values import PerRank, per_rank
 from reshard.snapshots.rebuild import rebuild
-from reshard.snapshots.survey import Layout, survey
+from reshard.snapshots.survey import Layout, copy_moves, survey
 from support.fake_ranks import as_rank, distributed, mesh_of
 from support.mappings import View
 from support.subclasses import Opaque, Scaled, Tagged
@@ -37,7 +37,7 @@ def snapshot(state_dict: dict[str, Any]) -> dict[str, Any]:
     plan = survey(state_dict)
     layout = Layout(plan)
     layout.place(torch.full((layout.nbytes,), 255, dtype=torch.uint8), plan)
-    layout.copy(plan)
+    copy_moves(layout.moves(plan))
     return rebuild(state_dict, plan, layout.copies)
 
 

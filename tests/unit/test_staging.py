@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import reshard.snapshots.pool
+import reshard.snapshots.segments
 from reshard.api import UnsupportedLayoutError
 from reshard.snapshots.pool import Buffer, Staged, StagingPool
 from reshard.snapshots.segments import Segment, map_segment
@@ -475,3 +476,13 @@ def test_every_combination_of_options_works_without_a_device(bits: int) -> None:
     original["list"].append(3)
     assert (copied["w"].tolist(), copied["list"]) == ([1, 1, 1], [1, 2])
     stager.close()
+
+
+def test_pages_are_allocated_also_where_the_kernel_has_no_advice_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reshard.snapshots.segments, "_MADV_POPULATE_WRITE", 9999)
+    segment = Segment(1 << 20)
+    # A file has the blocks that were written to.
+    assert os.fstat(segment.descriptor).st_blocks * 512 == 1 << 20
+    segment.close()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
 
 from reshard.api import CheckpointException, _text_of, _wrap_exception
 from reshard.background.handover import pack
+from reshard.background.overlap import OverlapStager, find_optimizers
 from reshard.background.queue import SaveFuture, WhenBusy, save_queue
 from reshard.background.unchanged import Unchanged, find_unchanged
 from reshard.background.worker import PackedSave, WorkerRequest, worker_of_this_process
@@ -30,6 +34,7 @@ from reshard.staging import AsyncStager, DefaultStager, StagingOptions
 from reshard.storage import takes_any_keyword
 from reshard.tensors.composites import split_composites
 
+Staging: TypeAlias = Literal["blocking", "overlap"]
 _EXCHANGES = 4
 _GRACE_SECONDS = 10.0
 
@@ -41,6 +46,20 @@ class BackgroundOptions:
     in_process: bool
     stager: AsyncStager | None
     when_busy: WhenBusy
+    staging: Staging = "blocking"
+    optimizers: Sequence[torch.optim.Optimizer] | None = None
+
+    def check(self, writer: object) -> None:
+        if self.staging not in ("blocking", "overlap"):
+            raise ValueError(f"staging is 'blocking' or 'overlap', not {self.staging!r}")
+        if self.staging == "blocking":
+            if self.optimizers is not None:
+                raise ValueError("optimizers are for staging='overlap': pass that too, or neither")
+        elif self.stager is not None or stages_by_itself(writer):
+            own = "async_stager" if self.stager is not None else "storage_writer"
+            raise ValueError(
+                f"the {own} that was passed stages in its own way: leave it out, or staging"
+            )
 
 
 def save_later(
@@ -103,21 +122,21 @@ class BackgroundSave:
                 worker_of_this_process().learn_script()
             # Objects that are asked for their state may communicate, so nothing that only one
             # rank may fail in comes before.
-            state_dict = ask_for_states(state_dict)
+            given, state_dict = state_dict, ask_for_states(state_dict)
             check_kinds(writer=self.target.writer, save=self.planner)
+            self.options.check(self.target.writer)
             self.target, self.settings = self.target.absolute(), self.settings.absolute()
             self._check_target()
             queue.admit(self.options.when_busy)
-            stager = self.options.stager or self._own_stager()
+            stager = self.options.stager or self._own_stager(given)
             with logged("stage_state_dict", log_exceptions=True):
                 self._staged = self._stage(stager, state_dict)
-            del state_dict
+            del state_dict, given
             self._keep_memory()
             self.future = queue.submit(
                 self.target.place, self._save, uses=(self.target.writer, self.planner)
             )
         except BaseException as error:
-            self._is_off = True
             self._release()
             self._decline(error)
             raise
@@ -159,7 +178,9 @@ class BackgroundSave:
         if self._unchanged.kept:
             self.settings = dataclasses.replace(self.settings, unchanged=self._unchanged.verify())
 
-    def _own_stager(self) -> AsyncStager:
+    def _own_stager(self, state_dict: STATE_DICT_TYPE) -> AsyncStager:
+        if self.options.staging == "overlap":
+            return OverlapStager(find_optimizers(state_dict, self.options.optimizers))
         if stages_by_itself(self.target.writer):
             return cast(AsyncStager, self.target.writer)
         return DefaultStager(StagingOptions(use_async_staging=False))
@@ -183,6 +204,8 @@ class BackgroundSave:
             self._kept.append(lease)
 
     def _release(self) -> None:
+        # Whoever staged may tell of it only now.
+        self._is_off = True
         for lease in self._kept:
             lease.release()
 

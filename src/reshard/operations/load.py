@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from reshard.api import CheckpointException, MissingKeyError, PlanError, _note_on_error
+from reshard.background.overlap import late_copies
 from reshard.background.queue import save_queue
 from reshard.checkpoint.shared_reads import SharedRead
 from reshard.coordination.agreement import announce_load
@@ -150,6 +151,7 @@ def load_now(
 ) -> LoadReport:
     """Load while the caller waits."""
     planner = planner if planner is not None else DefaultLoadPlanner()
+    late_copies().finish()
     channel = ranks.open_channel(source.intent(settings.verify, settings.shared))
     with checking_arguments(channel):
         settings.check(planner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from reshard.engine.process_wide import ProcessWide
 from reshard.snapshots.rebuild import rebuild
 from reshard.snapshots.segments import Segment
-from reshard.snapshots.survey import Layout, Survey, addresses_in, survey
+from reshard.snapshots.survey import Layout, Survey, addresses_in, copy_moves, survey
 
 
 class Buffer:
@@ -123,6 +123,39 @@ class Lease:
             self._pool.release(self.buffer)
 
 
+class Filling:
+    """Staging memory while a state dict is being copied into it."""
+
+    def __init__(
+        self,
+        pool: StagingPool,
+        buffer: Buffer,
+        state_dict: Mapping[str, Any],
+        plan: Survey,
+        layout: Layout,
+    ) -> None:
+        self.buffer = buffer
+        self.plan = plan
+        self.moves = layout.moves(plan)
+        self._pool = pool
+        self._state_dict = state_dict
+        self._copies = layout.copies
+
+    def staged(self) -> Staged:
+        """The state dict in staging memory, with the values of now where they are no tensors.
+
+        Tensors that were not copied yet may still be.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            staged = Staged(rebuild(self._state_dict, self.plan, self._copies))
+        self._pool.lend(self.buffer, staged)
+        return staged
+
+    def give_up(self) -> None:
+        """Return the memory to the pool."""
+        self._pool.release(self.buffer)
+
+
 class LastLease:
     """The last lease of a stager, which ends with the stager at the latest."""
 
@@ -146,6 +179,7 @@ class StagingPool:
         self._idle: list[Buffer] = []
         self._busy: list[Buffer] = []
         self._lent: dict[int, Lease] = {}
+        self._prewarming: list[threading.Event] = []
 
     def stage(
         self,
@@ -156,33 +190,72 @@ class StagingPool:
     ) -> Staged:
         """Copy `state_dict` into staging memory, but for tensors whose ids are in `kept`."""
         non_blocking = non_blocking and torch.accelerator.is_available()
+        filling = self.begin(state_dict, pinned, kept)
+        try:
+            copy_moves(filling.moves, non_blocking)
+            if non_blocking:
+                wait_for_devices(filling.plan.tensors)
+            return filling.staged()
+        except BaseException:
+            filling.give_up()
+            raise
+
+    def begin(
+        self, state_dict: Mapping[str, Any], pinned: bool = False, kept: Collection[int] = ()
+    ) -> Filling:
+        """Take staging memory for `state_dict`, without copying anything yet."""
+        self._wait_for_prewarming()
         plan = survey(state_dict, kept)
         buffer = self._take(plan)
         try:
             # Tensors made in inference mode cannot be written to outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False):
                 layout = buffer.prepare(plan, pinned)
-                layout.copy(plan, non_blocking)
-                if non_blocking:
-                    _wait_for_devices(plan)
-                staged = Staged(rebuild(state_dict, plan, layout.copies))
+                return Filling(self, buffer, state_dict, plan, layout)
         except BaseException:
             self.release(buffer)
             raise
+
+    def lend(self, buffer: Buffer, staged: Staged) -> None:
+        """Lend a buffer to what was staged in it."""
         staged.lease = Lease(self, buffer, staged)
         with self._mine():
             self._lent[id(buffer)] = staged.lease
-        return staged
 
     def prewarm(self, state_dict: Mapping[str, Any], pinned: bool = False) -> None:
         """Allocate the memory for such a state dict ahead of the first save."""
+        self.plan_prewarm(state_dict, pinned)()
+
+    def plan_prewarm(
+        self, state_dict: Mapping[str, Any], pinned: bool = False
+    ) -> Callable[[], None]:
+        """A function that does what `prewarm` does, to be called once, in any thread.
+
+        What is staged until it returns waits for it, rather than take memory twice.
+        """
         plan = survey(state_dict)
         buffer = self._take(plan)
-        try:
-            with torch.inference_mode(False):
-                buffer.prepare(plan, pinned)
-        finally:
-            self.release(buffer)
+        done = threading.Event()
+        with self._mine():
+            self._prewarming.append(done)
+
+        def take() -> None:
+            try:
+                with torch.inference_mode(False):
+                    buffer.prepare(plan, pinned)
+            finally:
+                self.release(buffer)
+                with self._mine():
+                    self._prewarming.remove(done)
+                done.set()
+
+        return take
+
+    def _wait_for_prewarming(self) -> None:
+        with self._mine():
+            prewarming = list(self._prewarming)
+        for each in prewarming:
+            each.wait()
 
     def leases_of(self, state_dict: Mapping[str, Any]) -> list[Lease]:
         """The leases of memory that tensors in `state_dict` use, also if it is another dict."""
@@ -257,9 +330,9 @@ def _best(buffers: Sequence[Buffer], plan: Survey) -> Buffer | None:
     return buffers[sizes.index(max(sizes))] if buffers else None
 
 
-def _wait_for_devices(plan: Survey) -> None:
-    """Wait for non-blocking copies (tested with stand-ins only: no device was available)."""
-    for device in {tensor.device for tensor in plan.tensors}:
+def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for what devices still do (tested with stand-ins only: no device was available)."""
+    for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):
             torch.accelerator.current_stream(device).synchronize()
 

@@ -5,6 +5,8 @@ A segment is an anonymous file: nothing is left behind, however its processes en
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
 import mmap
 import os
@@ -13,7 +15,9 @@ from typing import Any
 import torch
 
 _numbers = itertools.count()
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_MADV_POPULATE_WRITE = 23
+_POPULATED_AT_ONCE = 64 * 2**20
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Segment:
@@ -28,7 +32,8 @@ class Segment:
         self.descriptor = os.memfd_create("reshard-staging", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, self.nbytes)
-            self.memory = map_segment(self.descriptor, self.nbytes, _POPULATE)
+            self.memory = map_segment(self.descriptor, self.nbytes)
+            _populate(self.memory)
         except (OSError, OverflowError, ValueError) as error:
             os.close(self.descriptor)
             raise MemoryError(
@@ -49,10 +54,28 @@ class Segment:
         del self.memory
 
 
-def map_segment(descriptor: int, nbytes: int, flags: int = 0) -> torch.Tensor:
+def map_segment(descriptor: int, nbytes: int) -> torch.Tensor:
     """The memory of a segment as bytes. The descriptor may be closed afterwards."""
-    mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | flags)
+    mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED)
     return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _populate(memory: torch.Tensor) -> None:
+    """Have the system allocate all pages.
+
+    In calls that release the GIL, unlike a mapping with MAP_POPULATE, and in pieces, between which
+    other threads can map memory: this takes seconds, and may run beside training.
+    """
+    for begin in range(0, memory.nbytes, _POPULATED_AT_ONCE):
+        piece = memory[begin : begin + _POPULATED_AT_ONCE]
+        address, length = ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(piece.nbytes)
+        if _libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0:
+            continue
+        code = ctypes.get_errno()
+        if code == errno.ENOMEM:
+            raise OSError(code, os.strerror(code))
+        # Kernels before 5.14 do not know this advice.
+        piece.zero_()
 
 
 def _register(memory: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from reshard.api import UnsupportedLayoutError
 from reshard.tensors.nesting import Walk
@@ -32,11 +33,14 @@ _ALIGNMENT = 64
 class Survey:
     """The plain tensors of a state dict in the order of a walk, and which of them share memory.
 
-    `parts` has an entry for each tensor that was met: None for a plain one. `form` is equal
-    for two state dicts that need the same memory in the same layout.
+    `parts` has an entry for each tensor that was met: None for a plain one. `direct` says for
+    each plain tensor whether it stands for itself or is the local part of a DTensor, rather than
+    a part of a subclass, whose code may look at values when it is rebuilt. `form` is equal for two
+    state dicts that need the same memory in the same layout.
     """
 
     tensors: list[torch.Tensor]
+    direct: list[bool]
     parts: list[TensorParts | None]
     groups: list[tuple[int, ...]]
     form: tuple[Any, ...]
@@ -59,7 +63,8 @@ def survey(state_dict: Mapping[str, Any], kept: Collection[int] = ()) -> Survey:
         )
         for group in groups
     ]
-    return Survey(tensors, walk.parts, groups, (tuple(shapes), tuple(shared)))
+    form = (tuple(shapes), tuple(shared))
+    return Survey(tensors, walk.direct, walk.parts, groups, form)
 
 
 def addresses_in(value: Any) -> list[int]:
@@ -67,6 +72,25 @@ def addresses_in(value: Any) -> list[int]:
     walk = _AddressWalk()
     walk.run(value)
     return [tensor.data_ptr() for tensor in walk.tensors if tensor.numel()]
+
+
+def tensors_in(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors in any value, and the plain ones that they consist of, as far as it is known."""
+    walk = _AddressWalk()
+    walk.run(value)
+    return walk.met, walk.tensors
+
+
+@dataclass(frozen=True)
+class Move:
+    """One copy into a block of memory, of one tensor or of several that share memory.
+
+    `members` are their places in the survey.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    members: tuple[int, ...]
 
 
 class Layout:
@@ -145,43 +169,54 @@ class Layout:
             for view, before in zip(self.copies, self._uses, strict=True)
         )
 
-    def copy(self, plan: Survey, non_blocking: bool = False) -> None:
-        """Copy the tensors of a state dict of the same form into the block."""
-        sources, targets = [], []
-        for i, tensor in enumerate(plan.tensors):
-            if i not in self._in_group:
-                sources.append(tensor.detach())
-                targets.append(self.copies[i])
+    def moves(self, plan: Survey) -> list[Move]:
+        """What to copy to have a state dict of the same form in the block."""
+        moves = [
+            Move(tensor.detach(), self.copies[i], (i,))
+            for i, tensor in enumerate(plan.tensors)
+            if i not in self._in_group
+        ]
         for group in self._groups:
             begin, nbytes = self._begins[group[0]], _span(plan.tensors, group)
-            sources.append(_memory_from(plan.tensors[group[0]], nbytes))
-            targets.append(self._memory[begin : begin + nbytes])
-        if sources:
-            copy_all(targets, sources, non_blocking)
+            source = _memory_from(plan.tensors[group[0]], nbytes)
+            moves.append(Move(source, self._memory[begin : begin + nbytes], group))
+        return moves
+
+
+def copy_moves(moves: Sequence[Move], non_blocking: bool = False) -> None:
+    """Copy in one call, which loops outside the GIL."""
+    if moves:
+        with torch.inference_mode(False), torch.no_grad():
+            targets = [move.target for move in moves]
+            copy_all(targets, [move.source for move in moves], non_blocking)
 
 
 class _TensorWalk(Walk):
     def __init__(self, kept: Collection[int] = ()) -> None:
         super().__init__()
         self._kept = kept
+        self.met: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
+        self.direct: list[bool] = []
         self.parts: list[TensorParts | None] = []
 
     def leaf(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            self._add(value)
+            self.met.append(value)
+            self._add(value, direct=True)
         return value
 
-    def _add(self, tensor: torch.Tensor) -> None:
+    def _add(self, tensor: torch.Tensor, direct: bool) -> None:
         parts = take_apart(tensor, self.path)
         if id(tensor) in self._kept:
             parts = TensorParts([], lambda _: tensor.detach())
         self.parts.append(parts)
         if parts is None:
             self.tensors.append(tensor)
+            self.direct.append(direct)
             return
         for part in parts.tensors:
-            self._add(part)
+            self._add(part, direct and isinstance(tensor, DTensor))
 
     def leave(self, container: Any, changed: dict[Any, Any]) -> Any:
         return container

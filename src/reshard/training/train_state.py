@@ -14,6 +14,7 @@ from reshard.api import CheckpointException
 from reshard.format.values import OpaqueValue
 from reshard.metadata import Metadata
 from reshard.rank_values import OnResize, PerRank, per_rank
+from reshard.state_dict_saver import finish_staging
 from reshard.stateful import is_stateful
 from reshard.tensors.composites import KIND
 from reshard.tensors.modules import load_model_state, model_state
@@ -87,6 +88,11 @@ class TrainState:
         self._states: OptimizerStates | None = None
         self._names: list[list[str]] = []
         self.report = TrainReport()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those whose steps a save with `staging="overlap"` makes wait."""
+        return list(self._optimizers)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state. A collective with FSDP1."""
@@ -210,6 +216,7 @@ class TrainState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Apply a loaded state."""
+        finish_staging()
         if not self._names:
             self._model_state()
         loaded = state_dict["model"]
