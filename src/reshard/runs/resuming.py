@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard.api import CheckpointException, CheckpointNotFoundError, CorruptCheckpointError
-from reshard.operations.load import LoadReport
+from reshard.operations.load_report import LoadReport
 
 
 class Restored(int):
