@@ -232,14 +232,10 @@ def test_a_job_that_was_killed_in_a_save_is_taken_over_and_cleared_up_after(
 ) -> None:
     root = tmp_path / "run"
     run_ranks(2, die_in_a_save, str(root), dying=(0, 1))
-    assert sorted(os.listdir(root)) == [
-        *("history.jsonl", "holder.json", "step-2", "step-2.metrics.json"),
-        *("step-4", "step-4.metrics.json"),
-    ]
+    assert {"holder.json", "step-2", "step-4"} <= set(os.listdir(root))
 
     assert run_ranks(2, run_for, str(root), range(3, 4), "sync", None) == [((2, []), [2])] * 2
-    assert not (root / "step-4").exists()
-    assert not (root / "holder.json").exists()
+    assert sorted(os.listdir(root)) == ["history.jsonl", "step-2", "step-2.metrics.json"]
 
 
 def save_on_a_failing_disk(root: str, mode: Any) -> tuple[list[int], str]:

@@ -53,7 +53,7 @@ def _delete(root: Root, step: int) -> bool:
 
 
 def clear_debris(root: Root) -> None:
-    """Delete what saves have left that were cut off, and drafts of small files.
+    """Delete what saves have left that were cut off, their metrics, and drafts of small files.
 
     Only what belongs to processes that are gone, as far as that can be told; the folders of
     checkpoints are left alone.
@@ -73,3 +73,7 @@ def clear_debris(root: Root) -> None:
             logger.info("%s is not cleared: %s", place.location, error)
         except (CheckpointException, OSError, ValueError) as error:
             logger.warning("%s could not be cleared: %s", place.location, error)
+    here = {*root.folders()}
+    for step in root.steps_with_metrics():
+        if step not in here:
+            root.delete_metrics(step)
