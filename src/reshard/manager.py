@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import operator
 import os
@@ -37,6 +38,7 @@ from reshard.runs.preemption import PreemptionWatch
 from reshard.runs.resuming import Restored, is_damage
 from reshard.runs.retention import clear_debris, delete_unkept
 from reshard.runs.root import Root
+from reshard.runs.small_files import replace_small
 from reshard.runs.warming import WarmingUp
 from reshard.state_dict_loader import load
 
@@ -280,6 +282,9 @@ class CheckpointManager:
         If the newest is damaged the one before it is loaded, and so on: that is logged, and the
         step that is returned has the reasons in `skipped`. A checkpoint that does not fit the state
         is an error. `options` are those of `load`; `verify` is `"full"` unless it is given.
+
+        What became of every value is in `report.receipt()` of the step that is returned, and in the
+        file `resume-<time>.json` of the root; with `strict="receipt"` all must be restored.
         """
         self._check_open()
         self.wait()
@@ -327,11 +332,23 @@ class CheckpointManager:
                 process_group=self._ranks.group,
                 storage_options=self._root.storage_options,
                 timeout_seconds=self._ranks.timeout_seconds,
-                **{"verify": "full", **options},
+                **{"verify": "full", "receipt": True, **options},
             )
+            if not self._read_only and options.get("receipt", True):
+                self._from_coordinator("receipt", lambda: self._keep_receipt(restored), str)
             # The coordinator must not be done with it before the others are.
             self._from_coordinator("finish", str, str)
         return restored
+
+    def _keep_receipt(self, restored: Restored) -> str:
+        """On the coordinator: put what was restored beside the run, for people."""
+        receipt = {"step": int(restored), **json.loads(restored.report.receipt().to_json())}
+        name = time.strftime("resume-%Y-%m-%dT%H-%M-%SZ.json", time.gmtime())
+        try:
+            replace_small(self._root.store, name, json.dumps(receipt, indent=2).encode() + b"\n")
+        except OSError as error:
+            logger.warning("%s was not written to %s: %s", name, self._root.location, error)
+        return name
 
     def wait_for_new(
         self, after: int | None = None, timeout: float | None = None, poll_seconds: float = 1.0

@@ -32,6 +32,7 @@ from reshard.api import (
     CheckpointInUseError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    NotRestoredError,
     ShapeMismatchError,
 )
 from reshard.policies import Saved
@@ -558,6 +559,25 @@ def test_steps_must_not_go_backwards(tmp_path: Path) -> None:
             train(manager, [2])
         with pytest.raises(ValueError, match="0 or more"):
             train(manager, [-1])
+
+
+def test_what_was_restored_is_kept_beside_the_run(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        train(manager, [1])
+        state = plain_state() | {"new": 5}
+        with pytest.raises(NotRestoredError, match="new"):
+            manager.restore(state, strict="receipt")
+        assert list(tmp_path.glob("resume-*")) == []
+        assert manager.restore(state, strict=False) == 1
+    [kept] = tmp_path.glob("resume-*.json")
+    receipt = json.loads(kept.read_text())
+    assert receipt["step"] == 1
+    assert list(receipt["not_restored"]) == ["new"]
+    kept.unlink()
+
+    follower = CheckpointManager(tmp_path, read_only=True)
+    assert follower.restore(plain_state()) == 1
+    assert list(tmp_path.glob("resume-*")) == []
 
 
 def test_a_run_that_did_not_restore_what_is_there_is_refused(tmp_path: Path) -> None:
