@@ -158,7 +158,7 @@ def overlap(mesh: Any, box: Path, size: int) -> dict[str, Any]:
     """What a save takes from a training loop whose steps are longer than a copy.
 
     That is the call and what the step then waits for. How much longer the passes beside it take
-    is recorded on its own: the copy needs a core and memory bandwidth.
+    is recorded on its own: the copy, and the save that follows, need cores and memory bandwidth.
     """
     waited: list[float] = []
 
@@ -196,7 +196,7 @@ def overlap(mesh: Any, box: Path, size: int) -> dict[str, Any]:
             "worst later": max(stalls[1:]),
             "call": min(calls[1:]),
             "passes alone": min(each["passes"] for each in alone),
-            "passes beside a copy": min(passes[1:]),
+            "passes beside a save": min(passes[1:]),
             "passes beside prewarm": beside_prewarm["passes"],
         }
     }
@@ -354,10 +354,10 @@ def show(console: Console, results: dict[str, Any]) -> None:
     console.print(table)
     if "overlap" in results:
         times = results["overlap"]
-        slower = times["passes beside a copy"] / times["passes alone"] - 1
+        slower = times["passes beside a save"] / times["passes alone"] - 1
         console.print(
             f"staging='overlap': the call takes {times['call'] * 1e3:.0f} ms; forward and backward "
-            f"passes of {times['passes alone']:.2f} s take {slower:.0%} longer beside a copy"
+            f"passes of {times['passes alone']:.2f} s take {slower:.0%} longer beside a save"
         )
     if "DCP stall" in results and "stall" in results:
         copy = results["stall"]["copy"]

@@ -188,6 +188,7 @@ def test_a_tensor_of_two_optimizers_is_copied_before_either_steps(
     optimizers = [optim.SGD([weight], lr=1.0), optim.SGD([weight], lr=2.0)]
     reshard.save({"w": weight}, checkpoint_id=tmp_path / "expected")
     saving = save_over({"w": weight}, tmp_path / "found", optimizers=optimizers)
+    assert late_copies()._running[0]._unfinished == [1, 1]
     optimizers[1].step()
     check(tmp_path, saving)
     assert weight[0] == -1

@@ -31,6 +31,7 @@ from reshard.tensors.storages import bytes_spanned
 logger = logging.getLogger(__name__)
 
 _Storage: TypeAlias = tuple[torch.device, int]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BATCH_BYTES = 64 * 2**20
 """A step that needs other memory first waits for no more than one batch."""
 
@@ -103,9 +104,14 @@ class Owner:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        parameters = [group["params"] for group in optimizer.param_groups]
-        # State is kept by parameter, and tensors cannot be looked for among keys.
-        self._tensors, plain = tensors_in([parameters, list(optimizer.state.values())])
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        for state in optimizer.state.values():
+            held += state.values() if isinstance(state, dict) else [state]
+        # Most are plain, and looking into them would double the time that the call takes.
+        plain = [each for each in held if type(each) in _PLAIN and each.layout is torch.strided]
+        others, parts = tensors_in([each for each in held if type(each) not in _PLAIN])
+        self._tensors = plain + others
+        plain = plain + parts
         self._versions = list(map(version_of, self._tensors))
         # A tensor with gaps may have others between its elements.
         self.spans = [_span(each) for each in plain if bytes_spanned(each) == each.nbytes]
