@@ -37,7 +37,7 @@ BARS = {
     "first stall after prewarm, thread": 1.5,
     "first stall after prewarm, process": 1.5,
     "stall, overlap": 0.15,
-    "first stall, overlap": 1.2 * 0.15,
+    "first stall, overlap, over later ones": 1.2,
     "first stall after prewarm in the background, over later ones": 1.2,
     "step while saving, thread": 1.5,
     "step while saving, process": 1.25,
@@ -332,7 +332,7 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
         if "overlap" in results:
             times = results["overlap"]
             found["stall, overlap"] = times["later"] / times["copy"]
-            found["first stall, overlap"] = times["first"] / times["copy"]
+            found["first stall, overlap, over later ones"] = times["first"] / times["later"]
         if "prewarmed" in results:
             found["first stall after prewarm in the background, over later ones"] = first_ratio(
                 results["prewarmed"]

@@ -60,9 +60,11 @@ class CheckpointManager:
 
     `every` says at which steps `save` saves, `keep` which checkpoints stay (None: all), both as
     policies of `reshard.policies`. `mode` is `"sync"`, or `"thread"` or `"process"` for saves in
-    the background. A save that fails is logged and tried again at the next step; after
-    `max_failures` in a row its error is raised by the next `save`. With `on_failure="raise"` the
-    first one is: by `save` itself, or of a background save by the next `save`, `wait` or `close`.
+    the background, whose copy may run beside the next forward and backward pass with
+    `staging="overlap"`, as `async_save` describes it. A save that fails is logged and tried again
+    at the next step; after `max_failures` in a row its error is raised by the next `save`. With
+    `on_failure="raise"` the first one is: by `save` itself, or of a background save by the next
+    `save`, `wait` or `close`.
 
     With `on_preemption`, SIGTERM and SIGUSR1 on any rank make the next `save` save, whatever the
     policy says, and wait for the commit; then `preempted` is True on all ranks. Handlers that
@@ -81,6 +83,7 @@ class CheckpointManager:
         keep: Any = None,
         *,
         mode: Literal["sync", "thread", "process"] = "sync",
+        staging: Literal["blocking", "overlap"] = "blocking",
         on_failure: Literal["warn", "raise"] = "warn",
         max_failures: int = 3,
         on_preemption: bool = False,
@@ -96,6 +99,11 @@ class CheckpointManager:
         if keep is not None:
             check_keep_policy(keep)
         _check_choice("mode", mode, ("sync", "thread", "process"))
+        _check_choice("staging", staging, ("blocking", "overlap"))
+        if mode == "sync" and staging == "overlap":
+            raise ValueError(
+                'staging="overlap" is for saves in the background: choose another mode'
+            )
         _check_choice("on_failure", on_failure, ("warn", "raise"))
         if max_failures < 1:
             raise ValueError(f"max_failures is 1 or more, not {max_failures}")
@@ -113,6 +121,8 @@ class CheckpointManager:
             "storage_options": storage_options,
             "timeout_seconds": timeout_seconds,
         }
+        if staging == "overlap":
+            self._save_options["staging"] = staging
         self._history = History(self._root.store)
         self._decider = Decider(every, clock, 1 if self._raises else max_failures)
         self._flights = Flights(mode, self._flight_ended)

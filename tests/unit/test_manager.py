@@ -39,6 +39,7 @@ from reshard.policies import Saved
 from reshard.runs import holding
 from reshard.runs.holding import HOLDER, Holder, hold
 from reshard.stores.local import LocalStore
+from reshard.training import TrainState
 from support.runs import (
     Clock,
     damage,
@@ -87,6 +88,24 @@ def test_a_run_saves_what_is_due_keeps_what_is_wanted_and_resumes(
         assert is_at(state, 10)
         assert train(manager, range(11, 13)) == [12]
     assert CheckpointManager(tmp_path, read_only=True).steps() == [6, 10, 12]
+
+
+def test_a_save_is_copied_beside_the_next_pass(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"train": TrainState(model, optimizer)}
+    with CheckpointManager(tmp_path, mode="thread", staging="overlap") as manager:
+        for step in range(1, 4):
+            before = model.weight.detach().clone()
+            manager.save(step, state)
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    saved = reshard.read_state_dict(tmp_path / "step-3")
+    assert torch.equal(saved["train"]["model"]["weight"], before)
+    assert not torch.equal(model.weight, before)
+
+    with pytest.raises(ValueError, match="choose another mode"):
+        CheckpointManager(tmp_path, mode="sync", staging="overlap")
 
 
 def test_a_save_in_another_process_is_committed_too(tmp_path: Path) -> None:

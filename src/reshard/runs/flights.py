@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.api import CheckpointException
 from reshard.metadata import STATE_DICT_TYPE
-from reshard.state_dict_saver import AsyncCheckpointerType, async_save, save
+from reshard.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 
 
 @dataclass
@@ -40,11 +40,14 @@ class Flights:
         flight = Flight(step)
         self._under_way.append(flight)
         future: Any = None
+        saving: Any
         try:
             if self._kind is None:
                 save(state, **arguments)
             else:
-                future = async_save(state, async_checkpointer_type=self._kind, **arguments)
+                saving = async_save(state, async_checkpointer_type=self._kind, **arguments)
+                is_late = isinstance(saving, AsyncSaveResponse)
+                future = saving.upload_completion if is_late else saving
                 # Its failure is looked at here: nobody else has to be told.
                 future.seen = True
         except CheckpointException as error:
