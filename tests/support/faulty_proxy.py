@@ -199,9 +199,9 @@ class FaultyProxy:
         server.socket.sendall(head)
         for piece in _body(client, headers):
             self._pay(len(piece))
-            server.socket.sendall(piece)
             with self._lock:
                 self.counts.bytes_to_server += len(piece)
+            server.socket.sendall(piece)
         self._answer(client, server, request, fault)
 
     def _answer(
@@ -235,9 +235,10 @@ class FaultyProxy:
                 piece = piece[:left]
                 left -= len(piece)
             self._pay(len(piece))
-            client.socket.sendall(piece)
+            # Before it is sent: whoever has it looks at the counts.
             with self._lock:
                 self.counts.bytes_to_clients += len(piece)
+            client.socket.sendall(piece)
             if left == 0:
                 # Not a reset, which could take the half away that was sent.
                 client.socket.shutdown(socket.SHUT_RDWR)

@@ -197,7 +197,7 @@ def test_a_narrow_gap_is_read_and_a_wide_one_is_skipped() -> None:
     for widest, read in ((1 << 10, 8 * 64 * 4), (16, 8 * 4 * 4)):
         reader = CountingReader(bytes_of(chunk))
         request = make_request(chunk, (0, 10), torch.zeros(8, 4))
-        with limits(_WIDEST_GAP_BYTES=widest):
+        with limits(WIDEST_GAP_BYTES=widest):
             read_regions({"file": reader}, [request], Verify.OFF, 1, "here")
         assert torch.equal(request.target, chunk[:, 10:14])
         assert sum(nbytes for _, nbytes in reader.calls) == read
