@@ -30,10 +30,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timezone
 from typing import Any
 
-import numpy as np
-
 from reshard.stores.local import LocalStore
-from reshard.stores.protocol import CutShortError, Remote, Store, VersionConflict
+from reshard.stores.protocol import Remote, Store, VersionConflict
+from reshard.stores.remote_files import RemoteFile
 from reshard.stores.stream_store import StreamWriter, version_of
 from reshard.stores.urls import relative_location, scheme_of, without_secrets
 
@@ -459,14 +458,14 @@ class FsspecStore:
         return sorted([*beside, *named])
 
 
-class _FsspecReader:
+class _FsspecReader(RemoteFile):
     """Reads ranges, each with a request of its own; any number of threads at once."""
 
     def __init__(
         self, connection: Connection, path: str, name: str, size: int | None, ahead: int
     ) -> None:
-        self._connection, self._path, self._name = connection, path, name
-        self._start = memoryview(b"")
+        super().__init__(name)
+        self._connection, self._path = connection, path
         if size is None or size <= max(_READ_WHOLE_BYTES, ahead):
             # One request: what it returns is the content of one instant.
             if size != 0:
@@ -474,44 +473,15 @@ class _FsspecReader:
             size = len(self._start)
         self.nbytes = size
         if len(self._start) < min(ahead, size):
-            self._start = self._range(0, ahead)
+            self._start = self._ask(0, ahead)
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        wanted = sum(map(len, buffers))
-        if offset + wanted > self.nbytes:
-            raise self._cut_short(self.nbytes)
-        if not wanted:
-            return
-        # numpy copies without the GIL.
-        source, position = np.frombuffer(self.fetch(offset, wanted), dtype=np.uint8), 0
-        for buffer in buffers:
-            target = np.frombuffer(buffer, dtype=np.uint8)
-            np.copyto(target, source[position : position + len(buffer)])
-            position += len(buffer)
-
-    def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the file, in the memory that the answer came in."""
-        if offset + nbytes <= len(self._start):
-            return self._start[offset : offset + nbytes]
-        return self._range(offset, offset + nbytes)
-
-    def _range(self, begin: int, end: int) -> memoryview:
+    def _ask(self, offset: int, nbytes: int) -> memoryview:
         abstract = importlib.import_module("fsspec.spec").AbstractFileSystem
         is_by_stream = type(self._connection.fs).cat_file is abstract.cat_file
         # Streams read megabytes ahead by default.
         exactly = {"cache_type": "none"} if is_by_stream else {}
-        data = self._connection.call("cat_file", self._path, begin, end, **exactly)
-        if len(data) != end - begin:
-            raise self._cut_short(begin + len(data))
+        end = offset + nbytes
+        data = self._connection.call("cat_file", self._path, offset, end, **exactly)
+        if len(data) != nbytes:
+            raise self._cut_short(offset + len(data))
         return memoryview(data)
-
-    def _cut_short(self, end: int) -> CutShortError:
-        error = CutShortError(
-            errno.EIO, f"the file ends at {end}, before the data that it should hold", self._name
-        )
-        error.end = end
-        return error
-
-    def close(self) -> None:
-        """Nothing to release but memory."""
-        self._start = memoryview(b"")

@@ -15,15 +15,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from reshard.stores.object_clients import (
     BrokenOffError,
     Clients,
     PermanentError,
     open_clients,
 )
-from reshard.stores.protocol import CutShortError, Remote, VersionConflict
+from reshard.stores.protocol import Remote, VersionConflict
+from reshard.stores.remote_files import RemoteFile
 from reshard.stores.urls import location_at, relative_location, scheme_of
 
 logger = logging.getLogger(__name__)
@@ -360,50 +359,23 @@ class _ObjectWriter:
                 self._finish()
 
 
-class _ObjectReader:
+class _ObjectReader(RemoteFile):
     def __init__(
         self, clients: Clients, path: str, name: str, ahead: int = 0, nbytes: int | None = None
     ) -> None:
-        self._clients, self._path, self._name = clients, path, name
-        self._start = memoryview(b"")
+        super().__init__(name)
+        self._clients, self._path = clients, path
         self._e_tag: str | None = None
         if nbytes is None or ahead:
             about, self._start = clients.get_range(path, name, 0, max(ahead, _LEAST_AHEAD_BYTES))
-            nbytes = min(int(about["size"]), int(about["size"]) if nbytes is None else nbytes)
+            size = int(about["size"])
+            nbytes = size if nbytes is None else min(size, nbytes)
             self._e_tag = about.get("e_tag")
         self.nbytes = nbytes
 
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        wanted = sum(map(len, buffers))
-        if offset + wanted > self.nbytes:
-            raise self._cut_short(self.nbytes)
-        if not wanted:
-            return
-        found = self.fetch(offset, wanted)
-        # numpy copies without the GIL.
-        source, position = np.frombuffer(found, dtype=np.uint8), 0
-        for buffer in buffers:
-            target = np.frombuffer(buffer, dtype=np.uint8)
-            np.copyto(target, source[position : position + len(buffer)])
-            position += len(buffer)
-
-    def fetch(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of the object, in the memory that the answer came in."""
-        if offset + nbytes <= len(self._start):
-            return self._start[offset : offset + nbytes]
+    def _ask(self, offset: int, nbytes: int) -> memoryview:
         about, found = self._clients.get_range(self._path, self._name, offset, nbytes, self._e_tag)
         if len(found) != nbytes:
             raise self._cut_short(int(about["size"]))
         self._e_tag = about.get("e_tag")
         return found
-
-    def _cut_short(self, end: int) -> CutShortError:
-        error = CutShortError(
-            errno.EIO, f"the object ends at {end}, before the data that it should hold", self._name
-        )
-        error.end = end
-        return error
-
-    def close(self) -> None:
-        """Nothing to release but memory."""
-        self._start = memoryview(b"")
