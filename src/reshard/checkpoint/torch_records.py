@@ -160,6 +160,21 @@ def _check(chunk: Chunk, tensor: StoredTensor, place: TensorPlace, where: str) -
         raise CorruptCheckpointError(f"{where} holds a tensor whose elements overlap")
 
 
+def read_stored(source: Reader, tensor: StoredTensor, place: TensorPlace) -> memoryview:
+    """The elements of a tensor, one after the other, however they are stored."""
+    return read_strided(
+        source,
+        place.begin,
+        place.span,
+        tensor.dtype,
+        tensor.shape,
+        tensor.strides,
+        tensor.is_conj,
+        tensor.is_neg,
+        place.is_big_endian,
+    )
+
+
 class _Strided:
     """Decodes a tensor whose elements are not in order."""
 
@@ -167,18 +182,7 @@ class _Strided:
         self._source, self._tensor, self._place = source, tensor, place
 
     def __call__(self) -> memoryview:
-        tensor, place = self._tensor, self._place
-        return read_strided(
-            self._source,
-            place.begin,
-            place.span,
-            tensor.dtype,
-            tensor.shape,
-            tensor.strides,
-            tensor.is_conj,
-            tensor.is_neg,
-            place.is_big_endian,
-        )
+        return read_stored(self._source, self._tensor, self._place)
 
 
 def _strided(chunk: Chunk, source: Reader) -> _Strided:

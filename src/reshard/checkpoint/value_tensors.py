@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 
 from reshard.api import CheckpointException, CorruptCheckpointError, UnsupportedFormatError
-from reshard.engine.records import read_strided
+from reshard.checkpoint.torch_records import read_stored
 from reshard.format.torch_zip import (
     Archive,
     BlankTensor,
@@ -107,15 +107,5 @@ class ValueTensors:
             )
         if not nbytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        elements = read_strided(
-            self._source,
-            place.begin,
-            place.span,
-            tensor.dtype,
-            tensor.shape,
-            tensor.strides,
-            tensor.is_conj,
-            tensor.is_neg,
-            place.is_big_endian,
-        )
+        elements = read_stored(self._source, tensor, place)
         return torch.frombuffer(elements, dtype=tensor.dtype).reshape(tensor.shape)
